@@ -17,7 +17,7 @@ from lossscale_torch._guarded import guarded
 from lossscale_torch._range import RangeReport, range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
-from lossscale_torch._state import StepInfo
+from lossscale_torch._step_info import StepInfo
 from lossscale_torch._verbs import all_finite, init_state, scale, select, unscale
 
 __all__ = [

@@ -16,17 +16,27 @@ from lossscale_torch.hooks import Hook
 _INSTEAD: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", default=None)
 
 
-def attach(scaler: Any, x: Tensor, aux_loss: Tensor) -> Tensor:
-    """Return `x`; its backward pass adds the gradients of the sum of `aux_loss` times the loss scale of `scaler`."""
-    _require_floats(x, "x")
-    _require_floats(aux_loss, "aux_loss")
-    loss = lifted(aux_loss.full_tensor() if is_dtensor(aux_loss) else aux_loss).sum()  # type: ignore[attr-defined]
-    is_eager = not torch.compiler.is_compiling()
-    scale = _INSTEAD.get() if is_eager else None
-    # A backward pass that computes a checkpoint again runs the backward pass of one of the two results only.
-    is_counted = is_eager and scale is None and loss.requires_grad and torch._C._current_graph_task_id() == -1
-    mark = _Mark(scaler) if is_counted and torch.is_grad_enabled() else None
-    return _Attach.apply(x, loss, _scale_of(scaler, loss) if scale is None else scale, mark)
+class Attach:
+    """The function `GradScaler.attach` of one scaler; the copies of a layer that holds it use the same scaler."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+
+    def __call__(self, x: Tensor, aux_loss: Tensor) -> Tensor:
+        """Return `x`; its backward pass adds the gradients of the sum of `aux_loss` times the loss scale."""
+        _require_floats(x, "x")
+        _require_floats(aux_loss, "aux_loss")
+        scaler = self.scaler
+        loss = lifted(aux_loss.full_tensor() if is_dtensor(aux_loss) else aux_loss).sum()  # type: ignore[attr-defined]
+        is_eager = not torch.compiler.is_compiling()
+        scale = _INSTEAD.get() if is_eager else None
+        # A backward pass that computes a checkpoint again runs the backward pass of one of the two results only.
+        is_counted = is_eager and scale is None and loss.requires_grad and torch._C._current_graph_task_id() == -1
+        mark = _Mark(scaler) if is_counted and torch.is_grad_enabled() else None
+        return _Attach.apply(x, loss, _scale_of(scaler, loss) if scale is None else scale, mark)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Attach":
+        return Attach(memo.get(id(self.scaler), self.scaler))
 
 
 class _Attach(torch.autograd.Function):
@@ -46,7 +56,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.mark is not None:
-            ctx.mark.has_run = True
+            ctx.mark.note_backward()
         device, dtype = ctx.kind
         return grad, ctx.scale.to(device, dtype, copy=True), None, None
 
@@ -55,10 +65,22 @@ class _Mark:
     """An object in the graph of an attached loss; it counts the loss if the graph is freed without a backward pass."""
 
     def __init__(self, scaler: Any) -> None:
-        self.has_run = False
+        self.has_run, self._scaler = False, scaler
         self._lost = next((hook for hook in scaler._hooks if isinstance(hook, _Lost)), None) or _Lost()
         if self._lost not in scaler._hooks:
             scaler._hooks.append(self._lost)
+
+    def note_backward(self) -> None:
+        """Note that the loss was counted; warn once if its scaler has not scaled the loss of this backward pass."""
+        self.has_run = True
+        if self._scaler._enabled and not (self._scaler._has_loss or self._scaler._is_told):
+            self._scaler._is_told = True
+            warnings.warn(
+                "an attached loss takes its loss scale from a scaler that has scaled no loss since its last update(), "
+                "so that its gradients may have another scale than the rest; pass the loss through scale() of the same "
+                "scaler, and in a model that was loaded, or beside a new scaler, set attach=scaler.attach again",
+                stacklevel=2,
+            )
 
     def __del__(self) -> None:
         if not self.has_run:
@@ -96,7 +118,7 @@ def attached_with(scale: Tensor) -> Iterator[None]:
 def _scale_of(scaler: Any, loss: Tensor) -> Tensor:
     if not scaler._enabled:
         return torch.ones((), device=loss.device)
-    if vars(scaler)["_scale"] is None:
+    if scaler._scale is None:
         _place(scaler, loss.device)
     scale: Tensor = scaler._scale
     return scale

@@ -2,8 +2,12 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 
 from lossscale_core import BaseScaling
@@ -11,40 +15,29 @@ from lossscale_core.adapters import check_setting, shown_number
 from lossscale_core.errors import CallOrderError, RetriesExhaustedError
 from lossscale_torch._gradients import params_of
 from lossscale_torch._snapshots import Buffers, random_states
-from lossscale_torch._state import Attempt, StepInfo
+from lossscale_torch._state import STEPPED, read
+from lossscale_torch._step_info import StepInfo
 from lossscale_torch.hooks import Hook, SameOnRanks
 
+_SAVED: "WeakKeyDictionary[Any, dict[Module, Buffers]]" = WeakKeyDictionary()
+"""Memory for the copies of buffers, by scaler, which each loop writes again."""
 
-class _Tries(Hook):
-    """Counts the updates of a body, and tells whether its step may be taken again."""
+
+class Attempt:
+    """What is known of the tries of one step: the loop variable of `GradScaler.attempts`, one object for all tries."""
+
+    number: int = 0
+    """The number of the present try, from 0."""
+    info: StepInfo | None = None
+    """The outcome of the last try; None before its `update`. It is true if the step was applied."""
 
     def __init__(self) -> None:
-        self.attempt: Attempt | None = None
-        self.optimizers: list[Any] = []
-        self.copies: dict[Module, Buffers] = {}
-        self.is_hopeless = False
+        self._infos: list[StepInfo] = []
 
-    def after_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
-        """Note the optimizer, whose gradients another try makes anew."""
-        if self.attempt is not None:
-            self.optimizers.append(optimizer)
-
-    def after_update(self, scaler: Any, info: StepInfo) -> None:
-        """Note the outcome. Waits for the device after a fused optimizer."""
-        if self.attempt is not None:
-            self.attempt.info = info
-            self.attempt._infos.append(info)
-            self.is_hopeless = not (info.overflowed and BaseScaling.of(scaler.policy).adapts) or self._has_bad_loss(
-                scaler
-            )
-
-    def _has_bad_loss(self, scaler: Any) -> bool:
-        """Return whether a rank's loss is NaN or infinite, which no loss scale changes."""
-        ranks = next(hook for hook in scaler._hooks if isinstance(hook, SameOnRanks))
-        return ranks.any_of(not scaler._are_losses_finite(), self.optimizers, scaler._scale.device)
-
-    def __reduce__(self) -> Any:
-        return _Tries, ()
+    @property
+    def scales(self) -> list[float]:
+        """The loss scale of each try so far. Reading it synchronises after a fused optimizer."""
+        return [float(info.loss_scale_used) for info in self._infos]
 
 
 def attempts(scaler: Any, modules: Sequence[Module], retries: int, raise_at_end: bool) -> Iterator[Attempt]:
@@ -53,12 +46,9 @@ def attempts(scaler: Any, modules: Sequence[Module], retries: int, raise_at_end:
     for each in modules:
         if not isinstance(each, Module):
             raise TypeError(f"attempts() was given {type(each).__name__}; it takes modules: scaler.attempts(model)")
-    tries = next((hook for hook in scaler._hooks if isinstance(hook, _Tries)), None) or _Tries()
-    if tries.attempt is not None:
-        raise CallOrderError("this scaler is inside a loop over attempts() already; leave it before another begins")
-    if tries not in scaler._hooks:
-        scaler._hooks.append(tries)
-    return _attempts(scaler, tries, modules, retries, raise_at_end) if scaler.is_enabled() else _one_attempt(scaler)
+    if not scaler.is_enabled():
+        return _one_attempt(scaler)
+    return _attempts(scaler, _Tries(scaler, modules), retries, raise_at_end)
 
 
 def _one_attempt(scaler: Any) -> Iterator[Attempt]:
@@ -67,50 +57,131 @@ def _one_attempt(scaler: Any) -> Iterator[Attempt]:
     attempt.info = scaler.last_step
 
 
-def _attempts(
-    scaler: Any, tries: _Tries, modules: Sequence[Module], retries: int, raise_at_end: bool
-) -> Iterator[Attempt]:
-    tries.attempt = attempt = Attempt()
-    copies = [tries.copies.setdefault(module, Buffers()) for module in modules]
-    put_back = random_states()
-    for module, copy in zip(modules, copies, strict=True):
-        copy.copy_from(module)
-    after_first = None
+def _attempts(scaler: Any, tries: "_Tries", retries: int, raise_at_end: bool) -> Iterator[Attempt]:
+    attempt, after_first = tries.attempt, None
     try:
+        tries.begin()
         for attempt.number in range(retries + 1):
             if attempt.number:
-                put_back()
-                for copy in copies:
-                    copy.put_back()
-                for param in (param for optimizer in tries.optimizers for param in params_of(optimizer)):
-                    param.grad = None
-            attempt.info, tries.optimizers = None, []
+                tries.begin_another()
             yield attempt
-            _require_one_update(scaler, len(attempt._infos) - attempt.number)
-            if tries.is_hopeless:
-                return
+            tries.require_one_update()
+            if tries.is_over:
+                break
             after_first = scaler._state_on_host() if after_first is None else after_first
-        # A gradient that overflows at each scale must not cost more than one backoff.
-        scaler._put(after_first)
-        _end(attempt, raise_at_end)
+        else:  # a gradient that overflows at each scale must not cost more than one backoff
+            scaler._continue_at(after_first)
     finally:
-        tries.attempt = None
-        scaler._drop_step()
+        tries.end()
+    tries.tell()
+    if not tries.is_over:
+        _give_up(attempt, raise_at_end)
 
 
-def _require_one_update(scaler: Any, count: int) -> None:
-    if count != 1:
-        several = (
-            f", of updates_per_step={scaler._updates_per_step} calls each," if scaler._updates_per_step > 1 else ""
-        )
-        raise CallOrderError(
-            f"the body of a loop over attempts() ended {count} steps by update(){several} and must end one; put all "
-            "micro-batches of a step into one body, with scaler.step and scaler.update (with Accelerate, all bodies of "
-            "accumulate() up to the one that steps)"
-        )
+class _Tries(Hook):
+    """The tries of one step. Among the hooks it stands in for the watch, which sees the outcome of the loop."""
+
+    def __init__(self, scaler: Any, modules: Sequence[Module]) -> None:
+        self.scaler, self.modules, self.attempt = scaler, modules, Attempt()
+        self.copies: list[Buffers] = []
+        self.optimizers: dict[int, Any] = {}
+        self.applied: dict[int, Any] = {}
+        """The optimizers that were applied in a try; later ones leave them alone."""
+        self.updates = 0
+        """The updates in this try."""
+        self.is_over = self.is_replaced = self.has_bad_loss = False
+
+    def begin(self) -> None:
+        """Copy what each try begins with. A loop that was left without its end does not stand in the way."""
+        for hook in [*self.scaler._hooks]:
+            if isinstance(hook, _Tries):
+                hook._leave()
+                hook.is_replaced = True
+        self.put_random_states_back = random_states()
+        saved = _SAVED.setdefault(self.scaler, {})
+        copies = [saved.setdefault(module, Buffers()) for module in self.modules]
+        for module, copy in zip(self.modules, copies, strict=True):
+            copy.copy_from(module)
+        self.copies = copies  # complete, so that they can be put back
+        self.scaler._hooks[self.scaler._hooks.index(self.scaler._watch)] = self
+
+    def begin_another(self) -> None:
+        """Put back what the last try has changed, and leave alone the optimizers that it has applied."""
+        self.put_random_states_back()
+        for copy in self.copies:
+            copy.put_back()
+        for param in (param for optimizer in self.optimizers.values() for param in params_of(optimizer)):
+            param.grad = None
+        self.attempt.info, self.updates = None, 0
+        for key, optimizer in self.applied.items():
+            done = {"stage": STEPPED, "applied": True, "was_applied": True, "found_inf_per_device": {}}
+            self.scaler._per_optimizer_states[key] = {**done, "optimizer": optimizer}
+
+    def after_update(self, scaler: Any, info: StepInfo) -> None:
+        """Note the outcome. Waits for the device, once, after a fused optimizer."""
+        self.updates += 1
+        if self.updates > 1:  # the body ends several steps, or was left long ago
+            self._leave()
+            return
+        self.attempt.info = info
+        self.attempt._infos.append(info)
+        by_optimizer, device = info.by_optimizer or {}, scaler._scale.device
+        outcomes: list[Any] = [info.overflowed, *by_optimizer.values()]
+        if any(isinstance(each, Tensor) for each in outcomes):
+            outcomes = read([torch.as_tensor(each, device=device) for each in outcomes], device)
+        overflowed, *applied = outcomes
+        self.optimizers = {key: record["optimizer"] for key, record in scaler._per_optimizer_states.items()}
+        self.applied = {key: self.optimizers[key] for key, each in zip(by_optimizer, applied, strict=True) if each}
+        self.is_over = not (overflowed and BaseScaling.of(scaler.policy).adapts)
+        if not self.is_over:
+            self.has_bad_loss = not scaler._are_losses_finite()
+            ranks = next(hook for hook in scaler._hooks if isinstance(hook, SameOnRanks))
+            self.is_over = ranks.any_of(self.has_bad_loss, [*self.optimizers.values()], device)
+
+    def require_one_update(self) -> None:
+        """Raise an error unless the body was one step of this loop alone."""
+        if self.is_replaced:
+            raise CallOrderError(
+                "a loop over attempts() began inside a loop over attempts() of the same scaler; leave one before the "
+                "other begins"
+            )
+        if self.updates != 1:
+            count = self.scaler._updates_per_step
+            several = f", of updates_per_step={count} calls each," if count > 1 else ""
+            raise CallOrderError(
+                f"the body of a loop over attempts() ended {self.updates} steps by update(){several} and must end one; "
+                "put all micro-batches of a step into one body, with scaler.step and scaler.update (with Accelerate, "
+                "all bodies of accumulate() up to the one that steps)"
+            )
+
+    def end(self) -> None:
+        """Put the buffers back unless an optimizer was applied, and end a step that was begun; once."""
+        if self._leave() and not self.applied:
+            for copy in self.copies:
+                copy.put_back()
+        if self.scaler._per_optimizer_states or self.scaler._has_loss:
+            self.scaler._end_step(None)
+
+    def tell(self) -> None:
+        """Let the watch see the outcome."""
+        watch = self.scaler._watch
+        if self.applied:
+            watch.retries += self.attempt.number
+        watch.look(self.scaler, self.attempt.info, self.has_bad_loss)
+
+    def _leave(self) -> bool:
+        """Give the place back to the watch; return whether this was not done before."""
+        hooks = self.scaler._hooks
+        if self not in hooks:
+            return False
+        hooks[hooks.index(self)] = self.scaler._watch
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self.scaler._watch, memo)  # a copy of the scaler is in no loop
 
 
-def _end(attempt: Attempt, raise_at_end: bool) -> None:
+def _give_up(attempt: Attempt, raise_at_end: bool) -> None:
     scales = ", ".join(map(shown_number, attempt.scales))
     text = (
         f"the gradients of a step overflowed in {attempt.number + 1} tries, at the loss scales {scales}; the step is "

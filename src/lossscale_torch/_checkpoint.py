@@ -22,6 +22,7 @@ from lossscale_core import (
 )
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_number
 from lossscale_core.errors import CheckpointError, PolicyError
+from lossscale_torch._state import is_being_recorded
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -69,7 +70,7 @@ def _torchs_rule(init_scale: Any, growth_factor: Any, backoff_factor: Any, growt
     if not isinstance(init_scale, (Real, str)):
         raise PolicyError(f"init_scale={shown(init_scale)} must be a number; pass 2.0**16, or a policy as policy=")
     given: Any = init_scale
-    if isinstance(given, Real) and 0 < given < math.inf and not SMALLEST_SCALE <= given <= LARGEST_SCALE:
+    if not isinstance(given, str) and 0 < given < math.inf and not SMALLEST_SCALE <= given <= LARGEST_SCALE:
         given = SMALLEST_SCALE if given < 1 else LARGEST_SCALE
         note = f"init_scale={shown(init_scale)} is beyond the range of policies, and becomes {shown_number(given)}"
         warnings.warn(note, stacklevel=6)  # at the line that makes the scaler
@@ -84,14 +85,16 @@ def _torchs_rule(init_scale: Any, growth_factor: Any, backoff_factor: Any, growt
 
 
 def reachable_interval(interval: Any) -> Any:
-    """Return a growth interval for a policy: the largest int32 for an interval that torch's kernel never reaches.
+    """Return a growth interval for a policy: the largest int32 for 0 and huge numbers, which torch never reaches.
 
-    The kernel counts steps from 1 and compares with ==, so that it never reaches 0, a fraction or a huge number:
+    Its kernel counts steps from 1 and compares with ==:
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/AmpKernels.cu
     """
-    if isinstance(interval, bool) or not isinstance(interval, int | float) or interval != interval:
+    if isinstance(interval, bool) or not isinstance(interval, int | float):
         return interval  # the policy raises the error
-    return int(interval) if 1 <= interval < _NEVER and interval == int(interval) else _NEVER
+    if interval == 0 or interval >= _NEVER:
+        return _NEVER
+    return int(interval) if interval == interval // 1 else interval
 
 
 def saved(policy: ScalingPolicy, state: Any) -> dict[str, Any]:
@@ -159,18 +162,29 @@ def _number(name: str, value: Any) -> Any:
     raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
 
 
-def require_scale(new_scale: Any, device_type: Any) -> None:
-    """Raise torch's error unless `new_scale` is a loss scale; the given value and the rule follow torch's sentence."""
-    if isinstance(new_scale, torch.Tensor):
-        is_of_device = new_scale.device.type == torch.device(device_type).type
-        if is_of_device and new_scale.numel() == 1 and not new_scale.requires_grad:
-            return
+def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> float | torch.Tensor:
+    """Return a loss scale to set: a number within the policy's bounds, or a tensor on a device.
+
+    Raises torch's error for what is not one; the given value and the rule follow torch's sentence.
+    """
+    value = new_scale
+    if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad:
+        if not new_scale.is_cpu or is_being_recorded():
+            if new_scale.device.type == torch.device(device_type).type:
+                return new_scale
+        elif torch.device(device_type).type == "cpu":
+            value = new_scale.item()
+    if not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
+        members = BaseScaling.of(policy)
+        within = min(max(float(value), members.min_scale), members.max_scale)
+        if within != value:
+            note = f"new_scale={shown(value)} is beyond the bounds of the policy, and becomes {shown_number(within)}"
+            warnings.warn(note, stacklevel=3)  # at the call of `update`
+        return within
+    given = repr(new_scale)
+    if isinstance(new_scale, torch.Tensor) and value is new_scale:
         needs = "with" if new_scale.requires_grad else "without"
         given = f"a tensor of shape {tuple(new_scale.shape)} on {new_scale.device} {needs} requires_grad"
-    elif not isinstance(new_scale, bool) and isinstance(new_scale, int | float) and new_scale > 0:
-        return
-    else:
-        given = repr(new_scale)
     raise AssertionError(
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
         f"requires_grad=False. It is {given}; pass a positive number, or a tensor of one element on {device_type}."

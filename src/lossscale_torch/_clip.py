@@ -1,5 +1,6 @@
 """Unscaling and clipping by the norm of all gradients together: one read and one multiplication where that suffices."""
 
+import itertools
 import math
 from typing import Any
 
@@ -23,11 +24,13 @@ def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float) ->
     if not scaler.is_enabled():
         return _clip_as_torch(optimizers, max_norm, norm_type)
     records = [*map(scaler._open, optimizers, ["unscale_and_clip_"] * len(optimizers))]
+    is_open = ["was_applied" not in record for record in records]  # in an earlier try of this step
+    optimizers, records = [*itertools.compress(optimizers, is_open)], [*itertools.compress(records, is_open)]
     norm = _clip_in_one_read(scaler, optimizers, records, max_norm, norm_type) if scaler._unscales_as_torch() else None
     if norm is None:
         norm = _clip_in_two_passes(scaler, optimizers, records, max_norm, norm_type)
-    for record in records:
-        record["norm"] = norm
+        for record in records:
+            record["norm"] = norm
     return norm
 
 
@@ -54,12 +57,13 @@ def _clip_in_one_read(scaler: Any, optimizers: list[Any], records: Any, max_norm
     if stays:
         norm, flag, factor = _factor_on_device(scaled / scale, scale, max_norm)
     else:
-        value, loss_scale = scaler._readings.read([scaled, scale], device)  # the one wait of a step
+        (value,) = scaler._read([], scaled)  # the one wait of a step
+        loss_scale = scaler._scale_on_host()
         is_finite = math.isfinite(value)
         if not (is_finite and value >= _SMALL) and (is_double or not is_wide):
             return None
         value /= loss_scale
-        norm, flag = torch.full_like(scale, value, dtype=scaled.dtype), torch.full_like(scale, float(not is_finite))
+        norm, flag = torch.full_like(scale, value, dtype=scaled.dtype), torch.tensor(float(not is_finite))
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         factor = min(1.0, max_norm / (value + 1e-6)) / loss_scale if is_finite else 1.0
     gradients.multiply_(factor)
@@ -68,9 +72,7 @@ def _clip_in_one_read(scaler: Any, optimizers: list[Any], records: Any, max_norm
         if groups or [param for param in params_of(optimizer) if param.grad is not None]:
             record["found_inf_per_device"] = {device: flag.clone()}
             record["stage"], record["known_to"] = UNSCALED, groups
-            if not stays:
-                scaler._readings.note(record["found_inf_per_device"][device], float(not is_finite))
-                scaler._readings.note(norm, value)
+            record["norm"] = norm if stays else torch.tensor(value, dtype=norm.dtype)
     return norm
 
 

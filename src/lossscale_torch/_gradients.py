@@ -117,7 +117,7 @@ def values_of(grad: Tensor) -> Tensor:
         grad = grad.to_local()  # type: ignore[attr-defined]
     if grad.is_sparse:
         grad = grad.coalesce().values()
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
 def buckets(values: Iterable[Tensor]) -> list[Bucket]:
@@ -185,6 +185,8 @@ def _writable_values(param: Tensor) -> Tensor:
     grad: Any = param.grad
     if is_dtensor(grad):
         param.grad = _without_partial_sums(grad)
+    elif grad.is_conj():
+        param.grad = grad.resolve_conj()
     elif grad.is_sparse and not grad.is_coalesced():
         param.grad = grad.coalesce()  # the gradient is finite if the sums of duplicates are
     elif grad.layout not in (torch.strided, torch.sparse_coo):

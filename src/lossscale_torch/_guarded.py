@@ -15,7 +15,7 @@ from lossscale_core.errors import CallOrderError, OverflowStreakError
 from lossscale_torch._gradients import HAVE_FLOAT64, Gradients
 from lossscale_torch._optimizers import Fused, Legacy, kind_of, step_with_flag
 from lossscale_torch._ranks import reduce_max, require_member
-from lossscale_torch._state import StepInfo
+from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
 from lossscale_torch.hooks import Guard, total_norm
 

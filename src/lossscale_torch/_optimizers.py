@@ -56,13 +56,14 @@ def step_with_flag(step: Any, optimizer: Any, found: Tensor, factor: Tensor | No
     """Call a fused optimizer's `step`, which divides gradients by a factor, and changes nothing at a flag of 1.0."""
     states = getattr(optimizer, "state", {})
     known = len(states)
-    # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
-    optimizer.found_inf, optimizer.grad_scale = found, factor
     try:
+        # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
+        optimizer.found_inf, optimizer.grad_scale = found, factor
         result = step(*args, **kwargs)
     finally:
-        del optimizer.grad_scale
-        del optimizer.found_inf
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(optimizer, name):
+                delattr(optimizer, name)
     if len(states) > known:
         _zero_unwritten_momentum([*states.values()][known:], found)
     return result

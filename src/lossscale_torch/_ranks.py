@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossscale_core.adapters import shown_number
+from lossscale_core.adapters import shown, shown_number
 from lossscale_core.errors import SyncError
 from lossscale_torch._gradients import is_dtensor, params_of
 
@@ -27,6 +27,20 @@ def reduce_max(flags: Tensor, groups: Iterable[Any]) -> None:
     """Combine flags over the ranks of each group, in place; every rank of a group must call."""
     for group in groups:
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
+
+
+def require_group(process_group: Any) -> None:
+    """Raise `TypeError` for what is not a process group; a rank outside of one has the number of `new_group` for it."""
+    if process_group is None:
+        return
+    if torch.distributed.is_available():
+        known = torch.distributed.ProcessGroup, type(torch.distributed.GroupMember.NON_GROUP_MEMBER)
+        if isinstance(process_group, known) and not isinstance(process_group, bool):
+            return
+    raise TypeError(
+        f"process_group={shown(process_group)} is not a process group; pass torch.distributed.group.WORLD after "
+        "init_process_group(), or what new_group() returned"
+    )
 
 
 def require_member(process_group: Any) -> None:

@@ -7,6 +7,8 @@ Three things are true, each in one place: torch's two tensors (`_scale`, `_growt
 import contextlib
 import copy
 import dataclasses
+import functools
+import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +23,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from lossscale_core import (
     BaseScaling,
     DynamicScaling,
+    NoScaling,
     PolicyLike,
     ScalingPolicy,
     SpikeGuard,
@@ -31,21 +34,23 @@ from lossscale_core import (
 from lossscale_core.adapters import BAD_LOSS, check_setting, explain_arguments, shown, tree
 from lossscale_core.errors import CallOrderError, PolicyError
 from lossscale_torch import _state
-from lossscale_torch._attach import attach
+from lossscale_torch._attach import Attach
+from lossscale_torch._attempts import Attempt, attempts
 from lossscale_torch._checkpoint import (
+    checked_scale,
     policy_of,
     reachable_interval,
-    require_scale,
     restored,
     saved,
     settings_explained,
 )
 from lossscale_torch._clip import clip
-from lossscale_torch._gradients import Gradients, lifted, moved
-from lossscale_torch._optimizers import kind_of
-from lossscale_torch._state import READY, STEPPED, UNSCALED, Attempt, Flags, Placed, Readings, StepInfo
+from lossscale_torch._gradients import Gradients, lifted, moved, params_of
+from lossscale_torch._optimizers import Plain, kind_of
+from lossscale_torch._state import READY, STEPPED, UNSCALED, OnDevice
+from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
-from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, total_norm
+from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, require_hooks, total_norm
 
 Outputs = TypeVar("Outputs")
 """A tensor, or a nested structure or iterable of them, which is returned with the same structure."""
@@ -108,6 +113,10 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     _growth_tracker: Any
+    _state: Any
+    """The policy's state: host scalars, or `OnDevice`."""
+    _known_scale: tuple[int, float] | None
+    """The number of the scale's tensor that the host knows, and the tensor's version at that time."""
     policy: ScalingPolicy
     """The scaling policy, frozen; torch's setters replace it."""
     last_step: StepInfo | None = None
@@ -143,22 +152,19 @@ class GradScaler(torch.amp.GradScaler):
             super().__init__(device, enabled=enabled, **(torchs if policy is None else {}))  # type: ignore[arg-type]
         self.policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
-        self._state: Any = self.policy.init_state()  # host scalars, or `Placed` on a device
-        self._init_scale, self._init_growth_tracker = float(self._state[0]), int(self._state[1])
-        self._scale = self._growth_tracker = None
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._readings = Readings()
-        self._losses: list[Tensor] = []  # those of this step, for the cause of an overflow
-        self._half_gradients = half_gradients
         self._updates_per_step, self._updates = check_setting("updates_per_step", updates_per_step), 0
-        self._has_loss = self._is_told = False  # of a loss since the last update, and of the warning about none
-        more = [*hooks, *([Guard(guard)] if guard is not None else [])]
+        self._losses: list[Tensor] = []  # those of this step, for the cause of an overflow
+        self._has_loss = self._is_told = False  # of a loss in this step, and of the warning about none
+        self._is_fused = False  # whether a kernel has decided about a step, or a replay may
+        self._half_gradients = half_gradients
+        self._begin_at(self.policy.init_state())
+        more = [*require_hooks(hooks), *([Guard(guard)] if guard is not None else [])]
         self._can_veto = bool(more)
         self._needs_norm = any(each.needs_norm for each in more)
         self._watch = Watch()
-        self._hooks = [*more, SameOnRanks(process_group), Resumption(), self._watch]
-        if protect and enabled:
-            self._hooks.append(Protect(protect))
+        undoing = [Protect(protect)] if protect and enabled else []
+        self._hooks: list[Hook] = [*undoing, *more, SameOnRanks(process_group), Resumption(), self._watch]
 
     # A step, in its order.
 
@@ -178,17 +184,14 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if vars(self)["_scale"] is None:
+            if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            if _state.is_being_recorded():
-                self._is_told = True  # later steps may follow a replay
-            elif type(outputs) is Tensor and len(self._losses) < _MANY and not _are_functorch_transforms_active():
-                self._losses.append(outputs.detach())
-            if getattr(outputs, "_scaled_by", None) == id(self):
+            if getattr(outputs, "_scaled_by", None) is self:
                 raise CallOrderError("this loss is scaled already, and its gradients would be too large; scale it once")
+            self._note_loss(outputs)
             loss = outputs if outputs.dtype.itemsize >= 4 else lifted(outputs)
             scaled: Any = loss * moved(self._scale, loss.device)
-            scaled._scaled_by = id(self)
+            scaled._scaled_by = self
             return scaled
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
             return cast(Outputs, tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs))
@@ -212,6 +215,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             record, scale = self._open(optimizer, "unscale_"), self._scale
+            if "was_applied" in record:
+                return
             flag = torch.zeros_like(scale)
             found = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
             record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY
@@ -268,14 +273,19 @@ class GradScaler(torch.amp.GradScaler):
             TypeError: For what is not an optimizer.
         """
         if not self._enabled:
+            self._per_optimizer_states[id(optimizer)]["optimizer"] = optimizer
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        record, kind = self._open(optimizer, "step"), kind_of(optimizer)
+        record = self._open(optimizer, "step")
+        if "was_applied" in record:
+            return None
+        kind = kind_of(optimizer)
         if record["stage"] is READY and kind.check:
             getattr(self, "unscale_" if self._needs_norm else kind.check)(optimizer)
         for hook in [*self._hooks]:
             hook.before_step(self, optimizer, record)
+        record["kind"], self._is_fused = kind, self._is_fused or kind is not Plain
         result = kind.take(self, optimizer, record, args, kwargs)
         record["stage"] = STEPPED
         for hook in self._hooks:
@@ -289,18 +299,21 @@ class GradScaler(torch.amp.GradScaler):
         checked the gradients, the loss scale follows this check; otherwise the step is not counted. Does not
         synchronise. Raises `RuntimeError` after `step`.
         """
-        record = self._open(optimizer, "skip") if self._enabled else self._per_optimizer_states[id(optimizer)]
-        record["stage"], record["applied"] = STEPPED, False
+        record = self._open(optimizer, "skip")
+        if "was_applied" not in record:
+            record["stage"], record["applied"] = STEPPED, False
 
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None, *, end_of_step: bool = False) -> StepInfo:  # type: ignore[override]  # torch's says None
         """Update the loss scale after the steps since the last update, and return their outcome.
 
         After a fused optimizer on a device the fields of the result stay there until they are read, so this does not
-        synchronise.
+        synchronise. With an ordinary optimizer it waits at most once, after an overflow, to read the losses.
 
         Args:
-            new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element.
+            new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element. One
+                beyond the policy's bounds is moved to them, with a warning if the host knows it. A tensor on a device
+                is not read; if it is NaN or not positive, the scale stays as it is.
             end_of_step: With `updates_per_step`, end the step at this update, since no optimizer will follow.
 
         Returns:
@@ -313,24 +326,28 @@ class GradScaler(torch.amp.GradScaler):
             OverflowStreakError: When the policy's `max_overflow_streak` or the guard's `max_streak` is reached and this
                 is known on the host.
         """
-        records = self._per_optimizer_states
         if not self._enabled:
             return self._end_disabled()
-        if vars(self)["_scale"] is None:
+        records = self._per_optimizer_states
+        has_flags = has_ended = False
+        for record in records.values():
+            for key in record["found_inf_per_device"]:
+                has_flags = has_flags or type(key) is not str
+            has_ended = has_ended or record["stage"] is not READY
+        if self._scale is None and (new_scale is not None or not has_ended):
             self._check_scale_growth_tracker("update")
-        flags = Flags.of(records.values())
         if new_scale is not None:
-            require_scale(new_scale, self._device)
-        elif not flags.overflows and not any(each["stage"] is not READY for each in records.values()):
+            new_scale = checked_scale(new_scale, self._device, self.policy)
+        elif not (has_flags or has_ended):
             raise AssertionError("No inf checks were recorded prior to update.")
-        self._updates += 1
-        is_whole = end_of_step or self._updates >= self._updates_per_step
-        info = self._advance(flags, stays=not (is_whole and flags.overflows and new_scale is None))
-        if new_scale is not None:
-            info = info._replace(loss_scale_after=self._set_scale(new_scale))
-        self.last_step = info = _state.with_optimizers(info, records, self._readings)
-        if is_whole:
-            self._end_step(info, had_no_gradients=not flags.overflows and info.has_stepped())
+        is_whole = end_of_step or self._updates + 1 >= self._updates_per_step
+        info = None
+        try:
+            info = self.last_step = self._decide(records, new_scale, has_flags, is_whole)
+            self._updates += 1
+        finally:
+            if is_whole or info is None:
+                self._end_step(info)
         return info
 
     def attempts(self, *modules: torch.nn.Module, retries: int = 8, raise_at_end: bool = False) -> Iterator[Attempt]:
@@ -366,32 +383,61 @@ class GradScaler(torch.amp.GradScaler):
             PolicyError: For `retries` that is not a whole number from 0.
             TypeError: For what is not a module.
         """
-        from lossscale_torch._attempts import attempts  # outside the step, which needs nothing of it
-
         return attempts(self, modules, retries, raise_at_end)
 
     # What belongs to a step.
 
+    def _note_loss(self, loss: Tensor) -> None:
+        """Note that a loss was scaled since the last update; keep it for the cause of an overflow."""
+        self._has_loss = True
+        if _state.is_being_recorded():
+            self._is_told = True  # later steps may follow a replay
+        elif type(loss) is Tensor and len(self._losses) < _MANY and not _are_functorch_transforms_active():
+            loss = loss.detach()
+            is_a_view = loss.untyped_storage().nbytes() > loss.nbytes
+            self._losses.append(loss.clone() if is_a_view else loss)  # a view would keep the memory of its base
+        for record in self._per_optimizer_states.values():
+            if record["stage"] is UNSCALED and all(param.grad is None for param in params_of(record["optimizer"])):
+                record["given_up"] = True
+
     def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
         """Return the record of an optimizer's step; raise torch's errors if it was unscaled or stepped before."""
-        if vars(self)["_scale"] is None:
-            self._check_scale_growth_tracker(caller)
-        if not (self._has_loss or self._is_told or self.last_step is None):
-            self._tell_of_no_loss(depth=5 if caller == "unscale_and_clip_" else 4)
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
                 "pass the torch.optim.Optimizer of these parameters"
             )
+        record = self._per_optimizer_states[id(optimizer)]
+        record["optimizer"] = optimizer
+        if caller == "skip":
+            if self._enabled and record["stage"] is STEPPED:
+                self._require_open(record, caller)
+            return record
+        if self._scale is None:
+            self._check_scale_growth_tracker(caller)
+        if not (self._has_loss or self._is_told or self.last_step is None):
+            self._tell_of_no_loss(depth=5 if caller == "unscale_and_clip_" else 4)
         if hasattr(optimizer, "_lossscale_judge"):
             raise CallOrderError(
                 f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
                 "either the scaler or guarded(), which both skip bad steps"
             )
-        record = self._per_optimizer_states[id(optimizer)]
+        if record["stage"] is not READY:
+            self._require_open(record, caller)
+        return record
+
+    def _require_open(self, record: dict[str, Any], caller: str) -> None:
+        """Raise an error if an optimizer cannot be unscaled or stepped any more."""
         unscales = caller.startswith("unscale_")
+        if "was_applied" in record:
+            return
         if record["stage"] is UNSCALED and unscales:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if "given_up" in record:
+            raise CallOrderError(
+                f"{caller}() was given gradients that are still scaled: those that unscale_() divided were dropped, "
+                "and another loss was scaled since; end the first step by scaler.skip(optimizer) and scaler.update()"
+            )
         if record["stage"] is STEPPED:
             what = "step() has already been called since the last update()."
             what = "unscale_() is being called after step()." if unscales else what
@@ -401,7 +447,6 @@ class GradScaler(torch.amp.GradScaler):
                     "call it once for each optimizer, or end the step by update(end_of_step=True)"
                 )
             raise RuntimeError(what)
-        return record
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
@@ -410,11 +455,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
-        flags, readings = optimizer_state["found_inf_per_device"].values(), self._readings
-        if (is_set := readings.is_any_set(flags)) is None:
-            readings.read([*flags, self._scale], self._scale.device)  # Ctrl-C may come while this waits
-            is_set = readings.is_any_set(flags)
-        optimizer_state["applied"] = applied = not is_set
+        found = _state.found_on_host([optimizer_state])
+        if found is None:
+            self._read([optimizer_state])  # Ctrl-C may come while this waits
+            found = _state.found_on_host([optimizer_state])
+        optimizer_state["applied"] = applied = found is not None and not (found[0] or found[1])
         return optimizer.step(*args, **kwargs) if applied else None
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -430,44 +475,114 @@ class GradScaler(torch.amp.GradScaler):
         is_ours = kind.unscale_ is GradScaler.unscale_ and kind._unscale_grads_ is GradScaler._unscale_grads_
         return is_ours and vars(self).keys().isdisjoint(names)
 
-    def _advance(self, flags: Flags, stays: bool) -> StepInfo:
-        """Let the policy move the scale: on the host if it can tell each flag, else on the device, from then on."""
-        scale, readings = vars(self)["_scale"], self._readings
-        if not isinstance(self._state, Placed):
-            found = flags.on_host(readings)
-            if found is not None and readings.known(scale) is not None:
-                return self._advance_on_host(found, stays)
-            self._state = _state.placed(self._state, self.policy, scale.device)
-            self._growth_tracker = moved(self._growth_tracker, scale.device)
-            self._keep_tracker_reachable()
-        if stays:
-            return _state.stay_on_device(self._live(), flags)
-        return _state.advance_on_device(self.policy, self._state, self._live(), flags)
+    def _read(self, records: Iterable[dict[str, Any]], *numbers: Tensor) -> list[float]:
+        """Wait once for the flags of records, the scale and other numbers, and return these numbers.
 
-    def _advance_on_host(self, found: tuple[bool, bool, bool], stays: bool) -> StepInfo:
-        if not self._growth_tracker.is_cpu:
-            self._growth_tracker = self._growth_tracker.cpu()  # from here on the host counts
-        before, scale = self._live(), vars(self)["_scale"]
-        if stays:
-            return _state.stay_on_host(before, *found)
-        self._state, info = _state.advance_on_host(self.policy, before, *found)
-        if self._state is not before:
-            self._growth_tracker.fill_(self._state.growth_tracker.item())
-        if info.loss_scale_after != info.loss_scale_used:  # autograd then refuses a late backward pass
-            scale.fill_(info.loss_scale_after)
-            self._readings.note(scale, info.loss_scale_after)
+        The flags in the records are then tensors on the CPU. A state that only an unfinished step has put on the device
+        comes back to the host.
+        """
+        flags = [(record["found_inf_per_device"], key) for record in records for key in record["found_inf_per_device"]]
+        scale = self._scale
+        values = _state.read([*numbers, scale, *(found[key] for found, key in flags)], scale.device)
+        for (found, key), value in zip(flags, values[len(numbers) + 1 :], strict=True):
+            found[key] = torch.tensor(value, dtype=torch.float32)
+        self._known_scale = scale._version, values[len(numbers)]
+        if isinstance(self._state, OnDevice) and not self._is_fused:
+            self._state = self._state_on_host()
+        return values[: len(numbers)]
+
+    def _decide(
+        self, records: dict[int, Any], new_scale: float | Tensor | None, has_flags: bool, is_whole: bool
+    ) -> StepInfo:
+        """Let the policy move the scale by the flags of the step, and return the outcome.
+
+        On the host where it knows all flags or may wait for them, as it did in the step of an ordinary optimizer; else
+        on the device.
+        """
+        is_recorded, is_counted = _state.is_being_recorded(), is_whole and has_flags and new_scale is None
+        found = None if is_recorded else _state.found_on_host(records.values())
+        if found is None and not is_recorded and any(each.get("kind") is Plain for each in records.values()):
+            self._read(records.values())
+            found = _state.found_on_host(records.values())
+        scale = self._scale_on_host() if found is not None else None
+        if found is None or scale is None or isinstance(self._state, OnDevice):
+            info = self._advance_on_device(records, is_counted, is_recorded)
+        else:
+            info = self._advance_on_host(scale, found, is_counted)
+        if new_scale is not None:
+            info = info._replace(loss_scale_after=self._set_scale(new_scale))
+        info.had_gradients = has_flags
+        return self._with_optimizers(info, records, is_whole)
+
+    def _advance_on_host(self, scale: float, found: _state.Found, is_counted: bool) -> StepInfo:
+        before, tracker = self._state, self._growth_tracker
+        if tracker is not None:
+            if not tracker.is_cpu:
+                self._growth_tracker = tracker = tracker.cpu()  # from here on the host counts
+            if before[0] != scale or before[1] != tracker.item():  # other code has written to torch's tensors
+                before = before._make((np.float32(scale), np.int32(tracker.item()), *before[2:]))
+        self._state, info = _state.advance_on_host(self.policy, before, found, is_counted)
+        if self._state[1] is not before[1]:
+            tracker.fill_(self._state[1].item())
+        if info[2] != info[1]:  # autograd then refuses a late backward pass
+            self._scale.fill_(info[2])
+            self._known_scale = self._scale._version, info[2]
+        return info
+
+    def _advance_on_device(self, records: dict[int, Any], is_counted: bool, is_recorded: bool) -> StepInfo:
+        if not isinstance(self._state, OnDevice):
+            state = OnDevice(self._state, self.policy, self._scale.device)
+            self._growth_tracker = moved(self._growth_tracker, self._scale.device)
+            self._state = state
+            self._keep_tracker_reachable()
+        if is_recorded:
+            self._is_fused = self._state.is_recorded = True
+        return _state.advance_on_device(self.policy, self._state, self._tensors(), records.values(), is_counted)
+
+    def _with_optimizers(self, info: StepInfo, records: dict[int, Any], is_whole: bool) -> StepInfo:
+        """Return the outcome with that of each optimizer."""
+        applied: dict[int, Any] = {}
+        for key, record in records.items():
+            if record["stage"] is STEPPED:
+                applied[key] = record["applied"] if "applied" in record else self._applied_by_kernel(record, info)
+            elif record["stage"] is UNSCALED and is_whole:
+                applied[key] = False
+            if applied.get(key) is False and info.applied is not False:
+                info = info._replace(applied=False)
+        info.by_optimizer = applied
+        return info
+
+    def _applied_by_kernel(self, record: dict[str, Any], info: StepInfo) -> Any:
+        """Return whether a kernel, or a subclass, has stepped, which decide by the flags of a record."""
+        found = None if _state.is_being_recorded() else _state.found_on_host([record])
+        if found is not None:
+            return not (found[0] or found[1])
+        if len(self._per_optimizer_states) == 1:
+            return info.applied
+        return _state.combined(record["found_inf_per_device"].values(), self._scale.device) == 0.0
+
+    def _end_disabled(self) -> StepInfo:
+        """Return the outcome of a step that only `skip`, or a guarded optimizer by itself, can have left out."""
+        applied = {}
+        for key, record in self._per_optimizer_states.items():
+            last: Any = getattr(record["optimizer"], "last_step", None)  # of a guarded optimizer
+            applied[key] = record.get("applied", last.applied if isinstance(last, StepInfo) else True)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self.last_step = info = StepInfo(functools.reduce(operator.and_, applied.values(), True), 1.0, 1.0, 0)
+        info.by_optimizer, info.of_others = applied, True
         return info
 
     def _set_scale(self, new_scale: float | Tensor) -> Any:
         """Set the scale within the policy's bounds, and return it where it is."""
-        scale, members = vars(self)["_scale"], BaseScaling.of(self.policy)
+        scale, members = self._scale, BaseScaling.of(self.policy)
         if isinstance(new_scale, Tensor):
-            scale.copy_(new_scale.detach().reshape(()).float().clamp(members.min_scale, members.max_scale))
+            new = new_scale.detach().reshape(()).float()
+            scale.copy_(torch.where(new > 0.0, new.clamp(members.min_scale, members.max_scale), scale))
         else:
-            within = min(max(float(new_scale), members.min_scale), members.max_scale)
-            scale.fill_(within)
-            self._readings.note(scale, within)
-        return scale.clone() if isinstance(self._state, Placed) else self._readings.value(scale)
+            scale.fill_(new_scale)
+            self._known_scale = scale._version, new_scale
+        known = None if isinstance(self._state, OnDevice) else self._scale_on_host()
+        return scale.clone() if known is None else known
 
     def _tell_of_no_loss(self, depth: int) -> None:
         self._is_told = True
@@ -478,43 +593,40 @@ class GradScaler(torch.amp.GradScaler):
             stacklevel=depth,  # past this function, `_open`, perhaps `clip`, and `step`
         )
 
-    def _end_step(self, info: StepInfo, had_no_gradients: bool) -> None:
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._updates = 0
-        self._watch.without_gradients = self._watch.without_gradients + 1 if had_no_gradients else 0
-        for hook in self._hooks:
-            hook.after_update(self, info)
-        self._drop_step()
-
-    def _drop_step(self) -> None:
-        """Forget what belongs to a step that has ended, or was left before its end."""
-        if self._per_optimizer_states:
+    def _end_step(self, info: StepInfo | None) -> None:
+        """End a step, of which nothing is known if `info` is None: undo, tell, drop it, and raise the first error."""
+        errors = []
+        try:
+            for hook in [*self._hooks]:  # those that undo come first
+                try:
+                    if info is not None:
+                        hook.after_update(self, info)
+                    else:
+                        hook.abandon(self)
+                except BaseException as error:
+                    errors.append(error)
+        finally:
+            self._updates, self._has_loss, self._losses = 0, False, []
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._has_loss, self._updates, self._losses = False, 0, []
-        self._readings.forget()
+        if errors:
+            raise errors[0]
 
     def _are_losses_finite(self) -> bool:
-        """Return whether the losses that were scaled in this step are finite. Synchronises with the host."""
-        return all(bool(torch.isfinite(loss).all()) for loss in self._losses)
-
-    def _end_disabled(self) -> StepInfo:
-        """Return the outcome of a step that only `skip` can have left out."""
-        skipped = dict.fromkeys(self._per_optimizer_states, False)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self.last_step = info = StepInfo(not skipped, 1.0, 1.0, 0)
-        info.by_optimizer, info.of_others = skipped, True
-        return info
+        """Return whether the losses that were scaled in this step are finite. Synchronises with the host, once."""
+        flags = [torch.isfinite(loss).all() for loss in self._losses]
+        return all(_state.read(flags, self._scale.device)) if flags else True
 
     # Where the state is.
 
     @property
     def _scale(self) -> Any:
-        self._has_loss = True  # other code may multiply a loss by it
-        return vars(self)["_scale"]
+        """The loss scale in torch's own tensor: float32, shape `()`, or None before the first loss."""
+        return self._scale_tensor
 
     @_scale.setter
     def _scale(self, value: Any) -> None:
-        vars(self)["_scale"] = None if value is None else value.detach().float().reshape(())
+        self._scale_tensor = None if value is None else value.detach().float().reshape(())
+        self._known_scale = None
 
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
@@ -529,67 +641,88 @@ class GradScaler(torch.amp.GradScaler):
 
     def _keep_tracker_reachable(self) -> None:
         """Keep the growth tracker on a device below the interval: torch's kernel compares the two with ==."""
-        if isinstance(self._state, Placed):
+        if isinstance(self._state, OnDevice):
             self._growth_tracker.clamp_(max=BaseScaling.of(self.policy).growth_interval - 1)
 
-    def _live(self) -> Any:
-        """Return the policy's state where it is, with torch's two tensors first; on the host this may wait."""
-        tracker, scale, state = self._growth_tracker, vars(self)["_scale"], self._state
-        if isinstance(state, Placed):
-            return state.fields._make((scale, self._growth_tracker, *state.fields[2:]))
-        if tracker is None:  # torch makes it after the scale, and another thread may ask in between
-            first: Any = self._init_scale, self._init_growth_tracker
-        else:
-            first = self._readings.value(scale), tracker.item()
-        if state[:2] == first:  # which is faster than to make the same scalars again
-            return state
-        return state._make((np.float32(first[0]), np.int32(first[1]), *state[2:]))
+    def _scale_on_host(self) -> float | None:
+        """Return the loss scale if the host knows it without a wait, else None."""
+        scale = self._scale_tensor
+        if scale is None:
+            return self._init_scale
+        if scale.is_cpu:
+            return cast(float, scale.item())
+        known = self._known_scale
+        return known[1] if known is not None and known[0] == scale._version else None
+
+    def _tensors(self) -> Any:
+        """Return the state on its device."""
+        return self._state.tensors(self._scale, self._growth_tracker)
 
     def _state_on_host(self) -> Any:
-        live = self._live()
-        return _state.to_host(live, self.policy) if isinstance(self._state, Placed) else live
+        """Return the policy's state as host scalars. Waits for a device whose numbers the host does not know."""
+        state, tracker = self._state, self._growth_tracker  # another thread may replace them
+        if isinstance(state, OnDevice):
+            return _state.to_host(state.tensors(self._scale, tracker), self.policy)
+        scale = self._scale_on_host()
+        first = self._scale.item() if scale is None else scale
+        count = self._init_growth_tracker if tracker is None else tracker.item()
+        return state._make((np.float32(first), np.int32(count), *state[2:]))
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Make scale and tracker on a device; on a device of the same type as before, do nothing."""
-        scale = vars(self)["_scale"]
-        if scale is not None:
-            if scale.device.type == torch.device(dev).type:
+        """Make scale and tracker, the one on a device; on a device of the same type as before, do nothing."""
+        if self._scale is not None:
+            if self._scale.device.type == torch.device(dev).type:
                 return
-            self._take(self._state_on_host())
+            self._begin_at(self._state_on_host())
         with torch.inference_mode(False):  # they outlive a validation loop that may be running
             super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[arg-type]  # torch.full takes a string
+            self._known_scale = self._scale._version, self._init_scale
 
-    def _take(self, state: Any) -> None:
+    def _begin_at(self, state: Any) -> None:
         """Begin with a state of host scalars, and without tensors."""
         self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
         self._state, self._scale, self._growth_tracker = state, None, None
 
+    def _continue_at(self, state: Any) -> None:
+        """Continue with a state of host scalars, in the tensors that exist."""
+        self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
+        if isinstance(self._state, OnDevice):
+            self._state = self._state.assigned(state, self.policy)
+        else:
+            self._state = state
+        if self._scale is not None:
+            _state.assign(self._scale, self._init_scale)
+            _state.assign(self._growth_tracker, self._init_growth_tracker)
+            self._known_scale = self._scale._version, self._init_scale
+        self._keep_tracker_reachable()
+
     def place_on(self, device: torch.device | str) -> None:
         """Put the loss scale on a device without scaling a loss; otherwise the first `scale` does this.
 
-        Call it in a process that steps and updates but never scales a loss, such as a stage of a pipeline that receives
-        its gradients from the last stage.
+        Call it where `scale` is never called: in a stage of a pipeline that receives its gradients from the last stage,
+        or in a loop that multiplies its loss by `get_scale()` itself. The scaler then warns of no unscaled loss.
         """
         self._is_told = True
-        if self._enabled and vars(self)["_scale"] is None:
+        if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
 
     # Between steps.
 
-    def attach(self, x: Tensor, aux_loss: Tensor) -> Tensor:
-        """Return `x`; its backward pass adds the gradients of `aux_loss` times the loss scale.
+    @property
+    def attach(self) -> Attach:
+        """A function of `x` and `aux_loss` that returns `x`; its backward pass adds the scaled gradients of `aux_loss`.
 
         Use it for a loss that a layer computes inside the model, such as a router loss. The gradients are those of
         `scale(loss + aux_loss.sum())`. The loss scale is read when the backward pass runs. `attach` does not divide by
         the number of tokens, ranks or micro-batches: weight `aux_loss` as you weight the main loss. A layer needs no
-        scaler: give it `attach=scaler.attach`. Does not synchronise; can be compiled, after `place_on` also with
-        `fullgraph=True`.
+        scaler: give it `attach=scaler.attach`; a copy of the layer shares the scaler. Does not synchronise; can be
+        compiled, after `place_on` also with `fullgraph=True`.
 
         `update` warns if the graph of an attached loss was freed without a backward pass, because the result was not
-        used or was detached. It does not notice this in compiled code, in a replayed graph, in a reentrant checkpoint
-        and if the scaler is disabled. Two backward passes through the result count the loss twice, and
-        `torch.autograd.grad` for a penalty counts it, too. If the main loss is not scaled, the gradients of `aux_loss`
-        are too large. The result cannot be changed in place.
+        used or was detached. The backward pass warns if this scaler has scaled no loss in this step, since the main
+        loss may then have another scale. Neither is noticed in compiled code, in a replayed graph, in a reentrant
+        checkpoint and if the scaler is disabled. Two backward passes through the result count the loss twice, and
+        `torch.autograd.grad` for a penalty counts it, too. The result cannot be changed in place.
 
         Args:
             x: A tensor of floats through which the main loss flows, of any shape and dtype.
@@ -603,7 +736,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             TypeError: For what is not a tensor of floats.
         """
-        return attach(self, x, aux_loss)
+        return Attach(self)
 
     def metrics(self) -> dict[str, Any]:
         """Return the state's numbers under stable names; see `lossscale_core.metrics`.
@@ -611,11 +744,13 @@ class GradScaler(torch.amp.GradScaler):
         They are plain Python numbers if known on the host, else tensors of shape `()`. Does not synchronise.
         """
         guard = next((hook.first() for hook in self._hooks if isinstance(hook, Guard)), None)
-        tracker, scale, state = self._growth_tracker, vars(self)["_scale"], self._state  # another thread may replace it
-        if isinstance(state, Placed):
-            state = _state.copies(self._live())
-        elif tracker is None or None not in map(self._readings.known, (scale, tracker)):
-            state = self._live()
+        tracker, scale, state = self._growth_tracker, self._scale, self._state  # another thread may replace it
+        if not self._enabled:
+            state = NoScaling().init_state()
+        elif isinstance(state, OnDevice):
+            state = _state.copies(state.tensors(scale, tracker))
+        elif tracker is None or (tracker.is_cpu and self._scale_on_host() is not None):
+            state = self._state_on_host()
         else:
             state = state._make((scale.clone(), tracker.clone(), *state[2:]))
         numbers = metrics(state, guard=guard)
@@ -625,7 +760,7 @@ class GradScaler(torch.amp.GradScaler):
         """Describe the condition of the run in one or two sentences; see `lossscale_core.diagnose`. Synchronises."""
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
-        state = self._state_on_host()
+        state = self._watch.without_retries(self._state_on_host())
         self._watch.log(self.policy, state)
         guards = [each for hook in self._hooks if isinstance(hook, Guard) for each in hook.states()]
         worst = max(guards, key=lambda guard: (guard.streak, guard.spikes), default=None)
@@ -658,7 +793,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._state_on_host()
-        self._watch.log(self.policy, state)
+        self._watch.log(self.policy, self._watch.without_retries(state))
         entries = saved(self.policy, state)
         for hook in self._hooks:
             entries.update(hook.state_dict())
@@ -681,29 +816,16 @@ class GradScaler(torch.amp.GradScaler):
         self.policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
         for hook in [*self._hooks]:
             hook.load_state_dict(state_dict)
-        self._put(state)
-
-    def _put(self, state: Any) -> None:
-        """Continue from a state of host scalars, in the tensors that exist."""
-        scale = vars(self)["_scale"]
-        self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
-        if isinstance(self._state, Placed):
-            self._state = self._state.for_policy(state, self.policy)
-            _state.write(self._live(), state)
-            self._keep_tracker_reachable()
-            return
-        self._state = state
-        if scale is not None:
-            _state.fill(scale, self._init_scale)
-            _state.fill(self._growth_tracker, self._init_growth_tracker)
+        self._continue_at(state)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises within a step
         own = copy.deepcopy({"_hooks": self._hooks, "_watch": self._watch})
-        fresh = {
+        fresh: dict[str, Any] = {
             "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
-            "_readings": Readings(),
+            "_scale_tensor": None,
             "_losses": [],
+            "_is_fused": False,
         }
         return {**state, **own, **fresh, "_state": self._state_on_host()}
 

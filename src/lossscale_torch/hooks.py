@@ -21,13 +21,15 @@ from lossscale_core.adapters import (
     check_spike_streak,
     guard_state_from_dict,
     log_warning,
+    shown,
     shown_number,
 )
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import Gradients, is_dtensor, moved, params_of
-from lossscale_torch._ranks import groups_of, reduce_max, require_member, require_same_on_ranks
+from lossscale_torch._ranks import groups_of, reduce_max, require_group, require_member, require_same_on_ranks
 from lossscale_torch._snapshots import Buffers
-from lossscale_torch._state import SPIKE, StepInfo, combined, fill, unrecorded
+from lossscale_torch._state import SPIKE, STEPPED, assign, combined, is_being_recorded, unrecorded
+from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
 
 __all__ = ["Guard", "Hook", "Protect", "Resumption", "SameOnRanks", "Watch"]
@@ -62,7 +64,10 @@ class Hook:
         """See an optimizer that was stepped or skipped."""
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
-        """See the outcome of a whole step."""
+        """See the outcome of a whole step, whatever another hook raises."""
+
+    def abandon(self, scaler: Any) -> None:
+        """Undo what belongs to a step that ends before its outcome is known, by an error; make no collective call."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return entries for the scaler's state dict, plain values under names of your own."""
@@ -93,11 +98,11 @@ class Guard(Hook):
         found = record["found_inf_per_device"]
         if "norm" not in record:  # there are no gradients
             return
-        norm, readings, scale = record["norm"], scaler._readings, scaler._scale
-        value = readings.known(norm)
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if value is None and not is_fused and not self.is_on_device(optimizer):
-            value = readings.read([norm, *found.values(), scale], scale.device)[0]  # the one wait of this step
+        norm, value = record["norm"], None
+        if norm.is_cpu and not is_being_recorded():
+            value = norm.item()
+        elif not getattr(optimizer, "_step_supports_amp_scaling", False) and not self.is_on_device(optimizer):
+            (value,) = scaler._read([record], norm)  # the one wait of this step
         found[SPIKE] = self.veto(optimizer, norm, value)
 
     def is_on_device(self, optimizer: Any) -> bool:
@@ -153,7 +158,7 @@ class Guard(Hook):
             after = loaded.pop(0) if loaded else self.rule.init_state()
             if isinstance(state.mean, Tensor):  # a graph may hold these tensors
                 for tensor, value in zip(state, after, strict=True):
-                    fill(tensor, value.item())
+                    assign(tensor, value.item())
             else:
                 self._states[key] = after
         self._loaded = loaded
@@ -219,6 +224,13 @@ class Protect(Hook):
             for root in saved:
                 self._copies[root].put_back_unless(info.applied)
 
+    def abandon(self, scaler: Any) -> None:
+        """Write the copies back unless an optimizer may have stepped."""
+        saved, self._saved = self._saved, set()
+        if not any(_may_have_moved(record) for record in scaler._per_optimizer_states.values()):
+            for root in saved:
+                self._copies[root].put_back_unless(False)
+
     def __reduce__(self) -> Any:
         if self._handles:
             warnings.warn(
@@ -259,6 +271,10 @@ def _nothing() -> None:
     """Stand in for a reference to an object that is gone."""
 
 
+def _may_have_moved(record: dict[str, Any]) -> bool:
+    return record["stage"] is STEPPED and record.get("applied") is not False
+
+
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
@@ -271,6 +287,7 @@ class SameOnRanks(Hook):
     """
 
     def __init__(self, process_group: Any = None) -> None:
+        require_group(process_group)
         self.process_group = process_group
 
     def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
@@ -328,7 +345,7 @@ class Resumption(Hook):
         """Warn, and leave the scaler."""
         scaler._hooks.remove(self)
         scales = BaseScaling.of(scaler.policy).scales_losses  # otherwise nothing is lost
-        if not self._is_over and scales and _has_stepped(optimizer):
+        if not self._is_over and scales and record["found_inf_per_device"] and _has_stepped(optimizer):
             warnings.warn(
                 f"the optimizer has taken steps before, but its scaler starts over with a loss scale of "
                 f"{shown_number(scaler._init_scale)}; make one scaler for all steps, before the loop, and to continue "
@@ -368,29 +385,51 @@ class Watch(Hook):
         """The updates in a row for which no optimizer had a gradient."""
         self.has_bad_loss = self._has_logged_loss = False
         """Whether the loss of the last step was NaN or infinite, and the host knows it."""
+        self.retries = 0
+        """The tries of `attempts` that ended in an applied step; the state counts them as skipped steps."""
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
+        """Look at the outcome of a step. Waits for the device after an overflow, to read the losses."""
+        self.look(scaler, info, info.overflowed is True and not scaler._are_losses_finite())
+
+    def look(self, scaler: Any, info: StepInfo, has_bad_loss: bool) -> None:
         """Check the state on the host at each update if there is a limit, else at each 32nd."""
-        if self.without_gradients == _MANY:
-            log_warning("no_gradients", _NO_GRADIENTS)
-        self.has_bad_loss = info.applied is False and not scaler._are_losses_finite()
-        if self.has_bad_loss and not self._has_logged_loss:
+        self.has_bad_loss = has_bad_loss
+        if has_bad_loss and not self._has_logged_loss:
             self._has_logged_loss = True
             log_warning("bad_loss", BAD_LOSS)
+        self._count_without_gradients(scaler, info)
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         self._left -= 1
         if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
             return
-        state = scaler._state_on_host()
+        state = self.without_retries(scaler._state_on_host())
         if limit is not None:
             check_overflow_streak(scaler.policy, state)
         if self._left <= 0:
             self._left = _EVERY
             self.log(scaler.policy, state)
 
+    def without_retries(self, state: Any) -> Any:
+        """Return a state on the host that counts the tries of a step as one."""
+        if not self.retries:
+            return state
+        steps, skipped = (type(n)(max(n - self.retries, 0)) for n in (state.steps, state.skipped_steps))
+        return state._replace(steps=steps, skipped_steps=skipped)
+
     def log(self, policy: Any, state: Any) -> None:
         """Log the events of a state on the host."""
         self._watch.log(policy, state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Count the tries of the steps from here on."""
+        self.retries = 0
+
+    def _count_without_gradients(self, scaler: Any, info: StepInfo) -> None:
+        stepped = any(applied is not False for applied in (info.by_optimizer or {}).values())
+        self.without_gradients = self.without_gradients + 1 if stepped and not info.had_gradients else 0
+        if self.without_gradients == _MANY:
+            log_warning("no_gradients", _NO_GRADIENTS)
 
 
 def total_norm(optimizers: list[Any], device: torch.device) -> Tensor:
@@ -401,3 +440,14 @@ def total_norm(optimizers: list[Any], device: torch.device) -> Tensor:
     grads = [param.grad for each in optimizers for param in params_of(each) if param.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(grads)
     return norm.full_tensor() if is_dtensor(norm) else norm
+
+
+def require_hooks(hooks: Any) -> list[Hook]:
+    """Return the hooks of a scaler; raise `TypeError` for what is not one."""
+    for each in hooks:
+        if not isinstance(each, Hook):
+            raise TypeError(
+                f"hooks= was given {shown(each)}; it takes objects of lossscale_torch.hooks.Hook; derive a class from "
+                "it, and pass [YourHook()]"
+            )
+    return list(hooks)

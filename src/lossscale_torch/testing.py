@@ -13,7 +13,7 @@ from lossscale_core.adapters import tree
 from lossscale_core.testing import loops
 from lossscale_torch._gradients import params_of, values_of
 from lossscale_torch._scaler import GradScaler
-from lossscale_torch._state import StepInfo
+from lossscale_torch._step_info import StepInfo
 from lossscale_torch.hooks import Protect
 
 __all__ = ["TrainingLoop", "check_training_loop"]
@@ -240,8 +240,10 @@ class _PlantingScaler(GradScaler):
     def _times(self, loss: Any) -> Any:
         return loss * self.factor
 
-    def attach(self, x: Tensor, aux_loss: Tensor) -> Tensor:
-        return super().attach(x, aux_loss * 0.0 if self.factor == 0.0 else aux_loss)
+    @property
+    def attach(self) -> Any:
+        attach = super().attach
+        return lambda x, aux_loss: attach(x, aux_loss * 0.0 if self.factor == 0.0 else aux_loss)
 
     def update(self, *args: Any, **settings: Any) -> StepInfo:  # type: ignore[override]  # torch's says None
         self.updates += 1

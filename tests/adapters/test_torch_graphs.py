@@ -1,6 +1,7 @@
 """Loops that replay a graph: torch's documented recipes, on a recording stand-in everywhere and on CUDA where it is."""
 
 import contextlib
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -154,20 +155,15 @@ def test_a_state_on_the_host_cannot_be_captured(monkeypatch):
     with Emulated("cuda"):
         weight, optimizer = _one_weight("cuda", FUSED["sgd"])
         scaler = GradScaler("cuda", init_scale=4.0)
-        for is_ready in (False, True):
+        needs_a_step = pytest.raises(CallOrderError, match="take one step with this optimizer before capturing one")
+        for is_capturing, expected in ((True, needs_a_step), (False, nullcontext()), (True, nullcontext())):
             scaler.scale(torch.ones((), device="cuda"))
             weight.grad = torch.full((3,), 4.0, device="cuda")
             scaler.step(optimizer)
-            with monkeypatch.context() as capturing:
-                capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-                if is_ready:
-                    scaler.update()
-                else:
-                    with pytest.raises(CallOrderError, match="take one step with this optimizer before capturing one"):
-                        scaler.update()
-            if not is_ready:
+            with monkeypatch.context() as capturing, expected:
+                capturing.setattr(torch.cuda, "is_current_stream_capturing", bool if not is_capturing else lambda: True)
                 scaler.update()
-        assert (scaler.get_scale(), weight.tolist()) == (4.0, [-1.0] * 3)
+        assert (scaler.get_scale(), scaler.state_dict()["steps"], weight.tolist()) == (4.0, 2, [-2.0] * 3)
 
 
 @pytest.mark.gpu

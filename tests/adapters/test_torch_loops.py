@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_other_packages import EITHER_KIND, _one
@@ -32,10 +33,13 @@ WAYS = {
 @pytest.mark.parametrize("first", WAYS)
 @pytest.mark.parametrize("second", WAYS)
 def test_two_losses_and_an_update_after_each(first, second, fused):
-    """However each was scaled, its gradients have the scale of then; nothing warns. A GAN is such a loop."""
+    """However each was scaled, its gradients have the scale of then; nothing warns. A GAN is such a loop.
+
+    Where a loss is multiplied by hand, `place_on` says so.
+    """
     params, optimizers = _two(fused)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.scale(torch.ones(()))
+    scaler.place_on("cpu")
     for number in range(1, 5):
         for way, param, optimizer in zip((first, second), params, optimizers, strict=True):
             optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -85,7 +89,8 @@ def test_each_optimizer_tells_whether_it_moved(fused, bad):
         assert [bool(info.applied_of(optimizer)) for optimizer in optimizers] == [move == 1.0 for move in moves]
         assert bool(info.applied) is all(moves) is not is_spoilt
         assert info._replace(overflow_streak=5).applied_of(optimizers[1 - bad]) == info.applied  # a copy of the fields
-        assert info.applied_of(_one()[1]) is False  # which took no step
+        with pytest.raises(CallOrderError, match=r"SGD that took no part .* pass the object that was passed to"):
+            info.applied_of(_one()[1])
     assert scaler.get_scale() == 512.0
 
 

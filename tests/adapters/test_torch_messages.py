@@ -9,6 +9,7 @@ import torch
 from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, PolicyError
 from lossscale_torch import GradScaler, overflow_report
+from lossscale_torch.hooks import Hook
 from tests.torch_versions import TORCH
 
 INF, NAN = float("inf"), float("nan")
@@ -147,6 +148,15 @@ def _too_few_updates():
     scaler.step(optimizer)
 
 
+def _hooks_of(hooks):
+    words = "hooks= was given ... it takes objects of lossscale_torch.hooks.Hook; derive a class from it"
+    return lambda: GradScaler("cpu", hooks=hooks), TypeError, words
+
+
+def _interval(value):
+    return lambda: GradScaler("cpu").set_growth_interval(value), PolicyError, f"growth_interval={value} must be a whole"
+
+
 LINEAR, ONES = torch.nn.Linear(1, 1), torch.ones(3)
 HALF = (
     "Attempting to unscale FP16 gradients. ... weight (torch.float16, shape (2, 2)) ... bias ... parameter 2 of "
@@ -171,6 +181,7 @@ ERRORS = {
     "a policy as scale": _settings("init_scale=DynamicScaling( ... or a policy as policy=", DynamicScaling()),
     "no backoff": _settings("backoff_factor=None must be between 0 and 1 ... ; pass", backoff_factor=None),
     "an interval as text": _settings("growth_interval='20' must be a whole number ... ; pass", growth_interval="20"),
+    **{f"an interval of {value}": _interval(value) for value in (-3, 2000.5, NAN)},
     "no updates": _settings("updates_per_step=0 must be a whole number from 1 ... ; pass", updates_per_step=0),
     "no guard": _settings("guard=1 must be a SpikeGuard; pass SpikeGuard()", guard=1),
     "a policy and a scale": _settings(BOTH, 1024.0, policy="none"),
@@ -183,6 +194,13 @@ ERRORS = {
     "a policy as device": (lambda: GradScaler({"kind": "none"}), TypeError, "must name a device type ... policy="),
     "an unknown device": (lambda: GradScaler("gpu"), ValueError, "device='gpu' is not a device ... pass 'cuda'"),
     "protect a name": (lambda: GradScaler("cpu", protect=["m"]), TypeError, "takes modules, and 'm' is not one; pass"),
+    "a function as hook": _hooks_of([print]),
+    "a hook's class": _hooks_of([Hook]),
+    "a group of True": (
+        lambda: GradScaler("cpu", process_group=True),
+        TypeError,
+        "process_group=True is not a process group; pass torch.distributed.group.WORLD",
+    ),
     "a loss of a number": _loss("3", 3),
     "no loss": _loss("None", None),
     "a loss of text": _loss("'loss'", "loss"),

@@ -75,6 +75,7 @@ def test_losses_within_functional_transforms(is_on_device):
     if is_on_device:
         with RecordedGraph():
             _, optimizer = _one(fused=True)
+            scaler.scale(torch.ones(()))
             scaler.step(optimizer)
             scaler.update(8.0)
     values = torch.tensor([1.0, 2.0])

@@ -98,7 +98,7 @@ def _step(scaler, param, optimizer, finite=True):
 
 
 def test_what_an_update_runs_on_a_device():
-    """After an ordinary step the host has read the flag, and writes a changed scale alone; else it makes ten calls."""
+    """After an ordinary step the host has read the flag, and writes only a changed scale; else seven or eight calls."""
     with Emulated("mps"):
         param, fused = _one("mps", fused=True)
         ordinary = torch.optim.SGD([param], lr=0.5)
@@ -107,8 +107,9 @@ def test_what_an_update_runs_on_a_device():
         counts = [len(_step(scaler, param, ordinary, finite)[1]) for finite in (1, 1, 0, 1, 1)]
         assert counts == [1, 0, 1, 0, 1]
         _step(scaler, param, fused)  # places the state on the device
-        for optimizer in (fused, fused, ordinary, fused, ordinary):
-            assert len(_step(scaler, param, optimizer)[1]) <= 10
+        for optimizer, most in ((fused, 7), (fused, 7), (ordinary, 8), (fused, 7), (ordinary, 8)):
+            calls = [str(each) for each in _step(scaler, param, optimizer)[1]]
+            assert len([each for each in calls if "unbind" not in each]) <= most, calls  # it makes views
 
 
 @pytest.mark.parametrize("updates_each", [False, True])

@@ -38,20 +38,22 @@ PLAN = {
         __init__: _check _simulation _strategies
     """,
     "lossscale_torch": """
-        _checkpoint _gradients _versions:
-        _ranks _state _snapshots: _gradients
+        _gradients _step_info _versions:
+        _ranks _snapshots: _gradients
+        _state: _gradients _step_info
+        _checkpoint: _state
         _verbs: _gradients _ranks
         _optimizers: _gradients _state
-        hooks: _gradients _ranks _snapshots _state _versions
+        hooks: _gradients _ranks _snapshots _state _step_info _versions
         _attach: _gradients _versions hooks
         _clip: _gradients _optimizers _ranks _state
         _report: _gradients _verbs
         _range: _attach _gradients _snapshots _verbs
-        _scaler: _attach _checkpoint _clip _gradients _optimizers _state _versions hooks (_attempts)
-        _attempts: _gradients _snapshots _state hooks
-        _guarded: _gradients _optimizers _ranks _state _versions hooks
-        __init__: _guarded _range _report _scaler _state _verbs hooks
-        testing: _gradients _scaler _state hooks
+        _attempts: _gradients _snapshots _state _step_info hooks
+        _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _state _step_info _versions hooks
+        _guarded: _gradients _optimizers _ranks _step_info _versions hooks
+        __init__: _guarded _range _report _scaler _step_info _verbs hooks
+        testing: _gradients _scaler _step_info hooks
     """,
     "lossscale_jax": """
         _gradients:
