@@ -125,8 +125,21 @@ class SpikeGuard:
             accepted, after = self.check(GuardState(*(value[()] for value in state)), norm, xp=HOST)
             return accepted, GuardState(*map(np.asarray, after))
         if xp is HOST:
-            with np.errstate(over="ignore"):  # an infinite limit refuses nothing
-                return self._check_on_host(state, norm)
+            with np.errstate(over="ignore", invalid="ignore"):  # as arrays of frameworks do
+                return self._check(state, np.float32(norm), xp)
+        return self._check(state, norm, xp)
+
+    def limit(self, state: GuardState, *, xp: Namespace | None = None) -> Array:
+        """Return the largest norm that is not a spike: float32, shape `()`; after the warm-up.
+
+        Args:
+            state: The state before the step.
+            xp: The array namespace of the state, inferred when left out.
+        """
+        xp = namespace(state.mean) if xp is None else xp
+        return state.mean + _larger(state.deviation, state.mean * _LEAST_DEVIATION, xp) * self.threshold
+
+    def _check(self, state: GuardState, norm: Array, xp: Namespace) -> tuple[Array, GuardState]:
         limit = self.limit(state, xp=xp)
         # A comparison is False for NaN, too, and needs no isfinite, which is in another module in TensorFlow.
         is_finite = norm < math.inf
@@ -140,30 +153,6 @@ class SpikeGuard:
         # A product with 0.0 is a zero of the same dtype, shape and device.
         streak = xp.where(spiked, state.streak + 1.0, xp.where(is_finite, state.streak * 0.0, state.streak))
         return is_finite & ~spiked, GuardState(mean, deviation, norms, spikes, streak)
-
-    def limit(self, state: GuardState, *, xp: Namespace | None = None) -> Array:
-        """Return the largest norm that is not a spike: float32, shape `()`; after the warm-up.
-
-        Args:
-            state: The state before the step.
-            xp: The array namespace of the state, inferred when left out.
-        """
-        xp = namespace(state.mean) if xp is None else xp
-        return state.mean + _larger(state.deviation, state.mean * _LEAST_DEVIATION, xp) * self.threshold
-
-    def _check_on_host(self, state: GuardState, norm: Any) -> tuple[bool, GuardState]:
-        """Return the result of `check`, and compute only the values that this norm needs."""
-        # Not `norm > LARGEST_NORM`, which is False for NaN.
-        if not norm <= LARGEST_NORM:
-            return False, state
-        norm = np.float32(norm)
-        limit = self.limit(state, xp=HOST)
-        if norm > limit and state.norms >= self.warmup:
-            averages = self._averaged(state, limit, HOST)
-            return False, GuardState(*averages, one_more(state.spikes), state.streak + np.float32(1))
-        if norm >= SMALLEST_SCALE:
-            state = GuardState(*self._averaged(state, norm, HOST), state.spikes, state.streak)
-        return True, state._replace(streak=np.float32(0)) if state.streak else state
 
     def _averaged(self, state: GuardState, norm: Array, xp: Namespace) -> tuple[Array, Array, Array]:
         """Return the mean, the deviation and the count with one more norm."""
