@@ -92,16 +92,17 @@ def start(policy: ScalingPolicy | None, trace: Path | None) -> None:
     """Replace the scalers of torch and of this library, under every name that scripts import."""
     global RECORDING
     RECORDING = Recording(policy, trace)
-    for scaler, name, home, *modules in (
-        (Recorded, "GradScaler", torch.amp.grad_scaler, torch.amp, torch),
-        (_OfCuda, "GradScaler", torch.cuda.amp.grad_scaler, torch.cuda.amp),
-        (_OfCpu, "GradScaler", torch.cpu.amp.grad_scaler, torch.cpu.amp),
-        (_Own, "GradScaler", lossscale_torch),
-        (_Sharded, "ShardedGradScaler", sharded_grad_scaler),
+    for scaler, replaced, *modules in (
+        (Recorded, _OfTorch, torch.amp.grad_scaler, torch.amp, torch),
+        (_Own, _GradScaler, lossscale_torch),
+        (_Sharded, _ShardedGradScaler, sharded_grad_scaler),
     ):
-        scaler.__name__, scaler.__qualname__, scaler.__module__ = name, name, home.__name__  # so that pickles find them
-        for module in (home, *modules):
+        name, home = replaced.__name__, replaced.__module__
+        scaler.__name__, scaler.__qualname__, scaler.__module__ = name, name, home  # so that pickles find them
+        for module in modules:
             setattr(module, name, scaler)
+    for deprecated in (torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler):
+        deprecated.__bases__ = (Recorded,)  # their constructors call the next one with the device
 
 
 def _rank() -> tuple[int, int]:
@@ -120,26 +121,20 @@ def _cell(value: Any) -> str:
 
 
 class _Row(Hook):
-    """Writes the row of each step."""
+    """Measures the gradients of each step, and writes its row."""
 
     step: Any = None
     norm: Any = None
     largest: Any = None
 
-    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
-        """Remember the number of the step, and measure the gradients of a fused optimizer, which are still scaled."""
-        self.step = _steps(scaler)
-        if record["stage"] is OptState.READY:
-            self.measure(optimizer, scaler._scale)
-
     @torch.no_grad()
-    def measure(self, optimizer: Any, scale: Any = 1.0) -> None:
-        """Measure the norm and the largest magnitude of gradients, before they are clipped. Does not synchronise."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        grads = [param.grad for param in params if param.grad is not None]
+    def measure(self, optimizer: Any, scale: Any) -> None:
+        """Measure the norm and the largest magnitude of gradients that are still scaled. Does not synchronise."""
+        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
         dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
         if RECORDING.trace is not None and dense:
+            dense = [grad.float() if grad.dtype is torch.float16 else grad for grad in dense]  # whose squares overflow
             norm, largest = (torch.nn.utils.get_total_norm(dense, order) / scale for order in (2.0, float("inf")))
             # Of several optimizers together. A rank with shards has a part of the norm only.
             self.norm = norm if self.norm is None else torch.hypot(self.norm, norm.to(self.norm))
@@ -161,7 +156,7 @@ def _steps(scaler: Any) -> Any:
 
 
 class Recorded(_GradScaler):
-    """`torch.amp.GradScaler`, as this library's scaler, under the policy of the run if there is one."""
+    """The scaler in the place of each: this library's, under the policy of the run if there is one."""
 
     @functools.wraps(_GradScaler.__init__)  # type: ignore[misc]  # for programs that read the signature
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -171,75 +166,50 @@ class Recorded(_GradScaler):
             given = inspect.signature(_GradScaler).bind(*args, **kwargs).arguments
             given = {name: value for name, value in given.items() if name not in _SETTINGS}
             args, kwargs = (), {**given, "policy": RECORDING.policy}
-        RECORDING.is_made, before = True, {*vars(self)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             super().__init__(*args, **kwargs)
         for warning in caught:  # again, at the line that made the scaler
             warnings.warn(warning.message, warning.category, stacklevel=2)
-        self._hook()
-        self._names = {*vars(self).keys() - before, "_names", "last_step"}
+        self._record()
 
-    def _hook(self) -> None:
-        self._row = _Row()
+    def _record(self) -> None:
+        RECORDING.is_made, self._row = True, _Row()
         # First in the list, since a later one may end the run; not by hooks=, with which ranks would combine vetoes.
         self._hooks.insert(0, self._row)
 
-    @torch.compiler.disable
-    def unscale_(self, optimizer: Any) -> None:
-        """Unscale, and measure the gradients before the script clips them."""
-        super().unscale_(optimizer)
-        self._row.measure(optimizer)
+    def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
+        """Measure the gradients when the script touches them first in a step: before they are unscaled or clipped."""
+        record, row = super()._open(optimizer, caller), self._row
+        row.step = _steps(self) if row.step is None else row.step
+        if caller != "skip" and record["stage"] is OptState.READY and not record.setdefault("is_measured", False):
+            record["is_measured"] = True
+            row.measure(optimizer, self._scale)
+        return record
 
-    # A pickle holds what torch's own scaler holds, so that it can be loaded without this command, and the other way.
+    def _tell_of_no_loss(self, depth: int) -> None:
+        super()._tell_of_no_loss(depth + 2)  # past this method and `_open` above
+
+    # A pickle holds no row, and what torch's own scaler needs: it is loaded where the command does not run, too.
 
     def __getstate__(self) -> dict[str, Any]:
-        super().__getstate__()  # raises within a step
-        own = {name: value for name, value in vars(self).items() if name not in self._names}
-        saved = self.state_dict()
-        theirs = _OfTorch(self._device, enabled=self._enabled)
-        if "scale" in saved:
-            theirs.load_state_dict(saved)
-        return {**vars(theirs), **own, "_lossscale": saved}
+        state = super().__getstate__()
+        hooks = [hook for hook in state["_hooks"] if not isinstance(hook, _Row)]
+        return {**{f"_{name}": getattr(self, f"_{name}") for name in _SETTINGS}, **state, "_hooks": hooks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = {*vars(_OfTorch("cpu")), "_lossscale"}
-        settings = {name: state[f"_{name}"] for name in _SETTINGS if f"_{name}" in state}
-        Recorded.__init__(self, state["_device"], enabled=state["_enabled"], **settings)
-        if self._enabled:
-            torchs = {"scale": settings.pop("init_scale"), **settings, "_growth_tracker": state["_init_growth_tracker"]}
-            self.load_state_dict(state.get("_lossscale") or torchs)
-        vars(self).update({name: value for name, value in state.items() if name not in names})
+        if "policy" in state:
+            super().__setstate__(state)
+            self._record()
+        else:  # a pickle of torch's own scaler
+            Recorded.__init__(self, state["_device"], enabled=state["_enabled"])
+            saved = {"scale": state["_init_scale"], "_growth_tracker": state["_init_growth_tracker"]}
+            self.load_state_dict({**saved, **{name: state[f"_{name}"] for name in _SETTINGS[1:]}})
+            self.__dict__ = {**state, **vars(self)}
 
 
 class _Own(Recorded):
-    """`lossscale_torch.GradScaler`, which pickles as itself."""
-
-    # The function itself, since the scaler clips in two reads where a subclass has another one.
-    unscale_ = _GradScaler.unscale_
-
-    def unscale_and_clip_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Unscale and clip, and record the norm."""
-        self._row.norm = norm = super().unscale_and_clip_(*args, **kwargs)
-        return norm
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = _GradScaler.__getstate__(self)
-        hooks = [hook for hook in state["_hooks"] if not isinstance(hook, _Row)]
-        return {name: value for name, value in {**state, "_hooks": hooks}.items() if name not in ("_row", "_names")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _GradScaler.__setstate__(self, state)
-        RECORDING.is_made = True
-        self._hook()
-
-
-class _OfCuda(torch.cuda.amp.GradScaler, Recorded):
-    """`torch.cuda.amp.GradScaler`, whose constructor warns, and calls the next one with the device."""
-
-
-class _OfCpu(torch.cpu.amp.grad_scaler.GradScaler, Recorded):
-    """`torch.cpu.amp.GradScaler`."""
+    """`lossscale_torch.GradScaler`."""
 
 
 class _Sharded(Recorded, _ShardedGradScaler):  # type: ignore[misc]  # its update returns None

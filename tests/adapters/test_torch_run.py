@@ -229,20 +229,38 @@ OWN = """
 
     policy = DynamicScaling(init_scale=2.0**10, growth_interval=3)
     scaler = lossscale_torch.GradScaler("cpu", policy=policy, guard=SpikeGuard(), protect=[])
-    train(scaler, clip=lambda scaler, optimizer, model: scaler.unscale_and_clip_(optimizer, 1.0))
+    train(scaler, clip=CLIP)
     assert scaler.policy.init_scale == EXPECTED, scaler.policy
     pickle.loads(pickle.dumps(scaler))
 """
+CLIP = "lambda scaler, optimizer, model: scaler.unscale_and_clip_(optimizer, 1e-3)"
 
 
+@pytest.mark.parametrize("clip", ["None", CLIP])
 @pytest.mark.parametrize("options", [(), ("--policy", "128")])
-def test_a_script_that_uses_this_library_is_traced(run, tmp_path, options):
-    """With its own policy, or that of the run in its place; the norms are those of the scaler's own clipping."""
-    done, rows = _traced(run, tmp_path, OWN.replace("EXPECTED", "128.0" if options else "2.0**10"), *options)
+def test_a_script_that_uses_this_library_is_traced(run, tmp_path, options, clip):
+    """With its own policy, or that of the run in its place; its gradients are measured before they are clipped."""
+    script = OWN.replace("EXPECTED", "128.0" if options else "2.0**10").replace("CLIP", clip)
+    done, rows = _traced(run, tmp_path, script, *options)
     assert done.returncode == 0, done.stderr
     assert [row["applied"] for row in rows] == [str(step not in (2, 5)) for step in range(8)]
-    assert [float(row["norm"]) < 1000.0 for row in rows] == [step not in (2, 5) for step in range(8)]
+    for row in rows:
+        is_measured = 1000.0 > float(row["norm"]) >= float(row["gradient_max"]) > 0.0
+        assert is_measured if row["applied"] == "True" else row["norm"] == row["gradient_max"] == "inf"
     assert "lossscale: healthy: 2 of 8 steps skipped" in done.stderr
+
+
+def test_a_step_without_a_loss_is_told_at_its_line(run, tmp_path):
+    """As without the command: the warning names the line of the script."""
+    script = """
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+        scaler.scale(weight.sum()).backward(); scaler.step(optimizer); scaler.update()
+        scaler.step(optimizer)
+    """
+    done, _ = _traced(run, tmp_path, script)
+    line = len(COMMON.splitlines()) + 5
+    assert f"train.py:{line}: UserWarning: no loss was scaled" in done.stderr
 
 
 @pytest.mark.parametrize("options", ["fused=True", ""])
