@@ -55,13 +55,14 @@ def one_more(counter: Array) -> Array:
     For the `update` of a policy of your own. Needs no namespace, and does not synchronise with the host.
 
     Args:
-        counter: int32, from 0, shape `()`, on the host or in an array of any framework.
+        counter: int32, shape `()`, on the host or in an array of any framework.
 
     Returns:
         The new count, with the dtype and on the device of `counter`; 2**31 - 1 if it was that.
     """
-    # Without `where`, which would need a namespace; subtracted first, since a full counter plus 1 would wrap around.
-    return counter - counter // LARGEST_COUNT + 1
+    # Without `where`, which would need a namespace. The quotient is 1 for a full counter, and -2, -1 or 0 for others;
+    # it is subtracted first, since a full counter plus 1 would wrap around.
+    return counter - (counter // LARGEST_COUNT + 2) // 3 + 1
 
 
 def loss_scale_of(state: Any, call: str, source: str = "init_state or update") -> Any:

@@ -7,23 +7,26 @@ from typing import Any
 
 import numpy as np
 
+from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._messages import shown
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState
 from lossscale_core.testing._simulation import simulate
 
-_FLAGS = [False, False, True, False, True, True, False, False, False, *[True] * 6, False] * 5
+_FLAGS = [False, False, True, False, True, True, False, False, False, *[True] * 6, False]
 _COUNTERS = ("growth_tracker", "steps", "skipped_steps", "overflow_streak")
+_OVERFLOWS, _FINITE_STEPS = 3000, 5000
 
 
 def check_policy(policy: PolicyLike) -> None:
-    """Check that a policy keeps the rules of `ScalingPolicy`, over 80 steps from its first state and from full counts.
+    """Check that a policy keeps the rules of `ScalingPolicy`, from its first state and from others that it may load.
 
-    Each field keeps its dtype and its shape; `steps`, `skipped_steps` and `overflow_streak` count; a full counter stays
-    full; `update` is pure; and host scalars, NumPy arrays, arrays without a truth value, as while a function is traced,
-    and arrays of array-api-strict, if it is installed, have the same states, bit for bit. Over 300 overflows, and over
-    5000 finite steps, the loss scale stays from 2**-126 to 2**126: there its reciprocal is a normal float32 number.
+    Each field keeps its dtype and its shape, and holds a finite number; `steps`, `skipped_steps` and `overflow_streak`
+    count from 0; a full counter stays full; an overflow never raises the loss scale, which stays in `bounds()`;
+    `update` is pure; and host scalars, NumPy arrays, arrays without a truth value, as while a function is traced, and
+    arrays of array-api-strict, if it is installed, have the same states, bit for bit. The steps begin at both bounds,
+    outside of them, at full counters and where growth is due. No tracker falls without end over 3000 overflows.
 
     Args:
         policy: Anything that `as_policy` accepts.
@@ -33,60 +36,119 @@ def check_policy(policy: PolicyLike) -> None:
         PolicyError: `policy` is not a policy.
     """
     checked: Any = as_policy(policy)
+    traits = BaseScaling.of(checked)
+    low, high = map(np.float32, traits.bounds())
     start = checked.init_state()
+    _check_first_state(checked, start, low, high)
+    for moment, first in _moments(start, low, high, traits.growth_interval):
+        for flags in (_FLAGS, [not flag for flag in _FLAGS]):
+            expected = list(_run(checked, first, flags, f"{moment}, on the host", None, lambda value: value))
+            _check_run(_values(first), flags, expected, moment, low, high)
+            for where, xp, convert in _namespaces():
+                states = _run(checked, first, flags, f"{moment}, on {where}", xp, convert)
+                for step, (state, right) in enumerate(zip(states, expected, strict=True), 1):
+                    for name, value in state.items():
+                        text = (
+                            f"{name} is {value} after step {step} {moment}, on {where}, but {right[name]} on the host"
+                        )
+                        _require(np.array_equal(value, right[name], equal_nan=True), text)
+    _check_long_runs(checked, traits, low, high)
+
+
+def _check_first_state(policy: Any, start: Any, low: Any, high: Any) -> None:
     is_state = getattr(start, "_fields", ())[:6] == ScaleState._fields
     _require(is_state, f"init_state returned {shown(start)}; return a NamedTuple that begins as ScaleState")
     dtypes = dict.fromkeys(ScaleState._fields, "int32") | {"loss_scale": "float32"}
+    again = policy.init_state()._asdict()
     for name, value in start._asdict().items():
         dtype = dtypes.get(name, "float32 or int32")
-        good = isinstance(value, np.generic) and value.dtype.name in dtype
-        _require(good, f"{name} of init_state is {shown(value)}; return a NumPy scalar of {dtype}")
-    full = start._replace(**dict.fromkeys(_COUNTERS, np.int32(LARGEST_COUNT - 1)))
-    for first, moment in ((start, "step"), (full, "step with full counters")):
-        expected = list(_run(checked, first, f"on the host after {moment}", None, lambda value: value))
-        counts = {name: int(getattr(first, name)) for name in _COUNTERS[1:]}
-        for step, (flag, state) in enumerate(zip(_FLAGS, expected, strict=True), 1):
-            if flag:
-                counts["overflow_streak"] = 0
-            counted = ["steps"] if flag else list(counts)
-            counts |= {name: min(counts[name] + 1, LARGEST_COUNT) for name in counted}
-            for name, count in counts.items():
-                _require(state[name] == count, f"{name} is {state[name]} after {moment} {step}, but must be {count}")
-            _require(state["growth_tracker"] > -(2**30), f"growth_tracker wraps around at {moment} {step}")
-        for where, xp, convert in _namespaces():
-            states = _run(checked, first, f"on {where} after {moment}", xp, convert)
-            for step, (state, right) in enumerate(zip(states, expected, strict=True), 1):
-                for name, value in state.items():
-                    text = f"{name} is {value} on {where} after {moment} {step}, but {right[name]} on the host"
-                    _require(np.array_equal(value, right[name], equal_nan=True), text)
-    for finite, steps, what in ((False, 300, "overflows"), (True, 5000, "finite steps")):
+        good = isinstance(value, np.generic) and value.dtype.name in dtype and np.isfinite(value)
+        _require(good, f"{name} of init_state is {shown(value)}; return a finite NumPy scalar of {dtype}")
+        _require(again[name] == value, f"{name} of init_state is {value}, and then {again[name]}; return equal states")
+    for name in _COUNTERS[1:]:
+        count = getattr(start, name)
+        _require(count == 0, f"{name} of init_state is {count}, but counts from 0")
+    scale = start.loss_scale
+    _require(low <= scale <= high, f"loss_scale of init_state is {scale:g}; keep it in bounds(), {low:g} to {high:g}")
+    scales = BaseScaling.of(policy).scales_losses or scale == 1.0
+    _require(scales, f"loss_scale of init_state is {scale:g}, but scales_losses is False; set it to True")
+
+
+def _moments(start: Any, low: Any, high: Any, interval: int) -> Iterator[tuple[str, Any]]:
+    """Yield states from which a run may begin, for a checkpoint may hold them, and a text for each."""
+    yield "from the first state", start
+    yield "with full counters", start._replace(**dict.fromkeys(_COUNTERS, np.int32(LARGEST_COUNT - 1)))
+    due = start._replace(growth_tracker=np.int32(min(max(interval, 1), LARGEST_COUNT) - 1))
+    yield "where growth is due", due
+    for where, scale in (
+        *(("at the lower bound", low), ("just above the lower bound", low * 3), ("below the lower bound", low / 4)),
+        *(("at the upper bound", high), ("just below the upper bound", high / 3), ("above the upper bound", high * 2)),
+    ):
+        if SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+            yield f"{where} of the scale, where growth is due", due._replace(loss_scale=np.float32(scale))
+
+
+def _check_run(
+    before: dict[str, Any], flags: list[bool], states: list[dict[str, Any]], moment: str, low: Any, high: Any
+) -> None:
+    for step, (flag, state) in enumerate(zip(flags, states, strict=True), 1):
+        when = f"after step {step} {moment}"
+        for name in _COUNTERS[1:]:
+            is_counted = name == "steps" or not flag
+            count = min(int(before[name]) + 1, LARGEST_COUNT) if is_counted else int(before[name])
+            count = 0 if flag and name == "overflow_streak" else count
+            _require(state[name] == count, f"{name} is {state[name]} {when}, but must be {count}")
+        for name, value in state.items():
+            _require(np.isfinite(value), f"{name} is {value} {when}; keep it finite")
+        is_wrapped = before["growth_tracker"] > 2**30 and flag and state["growth_tracker"] < -(2**30)
+        _require(not is_wrapped, f"growth_tracker wraps around {when}; use one_more")
+        old, new = before["loss_scale"], state["loss_scale"]
+        _require(
+            flag or new <= old, f"loss_scale goes from {old:g} to {new:g} by an overflow {when}; never raise it there"
+        )
+        text = f"loss_scale goes from {old:g} to {new:g} {when}; keep it in bounds(), {low:g} to {high:g}"
+        _require(min(low, old) <= new <= max(high, old), text)
+        before = state
+
+
+def _check_long_runs(policy: Any, traits: BaseScaling, low: Any, high: Any) -> None:
+    for flag, steps, what in ((False, _OVERFLOWS, "overflows"), (True, _FINITE_STEPS, "finite steps")):
         with np.errstate(all="ignore"):
-            scales = simulate(checked, [finite] * steps).loss_scale_after
-        for step, scale in enumerate(scales, 1):
-            text = f"loss_scale is {scale:g} after {step} {what} in a row; keep it from 2**-126 to 2**126"
-            _require(SMALLEST_SCALE <= scale <= LARGEST_SCALE, text)
+            trace = simulate(policy, [flag] * steps)
+        for step, scale in enumerate(trace.loss_scale_after, 1):
+            text = f"loss_scale is {scale:g} after {step} {what} in a row; keep it in bounds(), {low:g} to {high:g}"
+            _require(low <= scale <= high, text)
+        for name in ("growth_tracker", "hysteresis_tracker"):
+            middle, end = getattr(trace, name)[[steps // 2, -1]]
+            _require(end >= min(middle, 0), f"{name} is {end} after {steps} {what} in a row, and falls without end")
+        first, last = trace.loss_scale_used[0], trace.loss_scale_after[-1]
+        text = f"loss_scale goes from {first:g} to {last:g} in {steps} {what}, but adapts is False; set it to True"
+        _require(traits is not policy or traits.adapts or first == last, text)  # a bare policy has no `adapts`
+        is_lowered = last < first or first == low or flag or not traits.adapts or traits.hysteresis >= steps
+        _require(is_lowered, f"loss_scale is {last:g} after {steps} {what} in a row, as before them; lower it")
 
 
 def _run(
-    policy: Any, state: Any, when: str, xp: Any, convert: Callable[[Any], Any]
+    policy: Any, state: Any, flags: list[bool], moment: str, xp: Any, convert: Callable[[Any], Any]
 ) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
     """Yield the values after each step. Raises `AssertionError` unless `update` is pure and keeps each type."""
     state = state._make(map(convert, state))
-    for step, flag in enumerate(_FLAGS, 1):
+    for step, flag in enumerate(flags, 1):
+        when = f"after step {step} {moment}"
         before, given = _values(state), flag if xp is None else convert(np.bool_(flag))
         try:
             with np.errstate(all="ignore"):
                 after, again = (policy.update(state, given, xp=xp) for _ in range(2))
         except Exception as error:
             hint = "use operators and select(..., xp=xp)"
-            raise AssertionError(f"update raised {error!r} {when} {step}; {hint}") from error
-        text = f"update returned {shown(after)} {when} {step}; return the type of the state"
+            raise AssertionError(f"update raised {error!r} {when}; {hint}") from error
+        text = f"update returned {shown(after)} {when}; return the type of the state"
         _require(type(after) is type(state), text)
         values, other = _values(after), _values(again)
         for name, value in before.items():
             kind, found = (f"{each.dtype} of shape {each.shape}" for each in (value, values[name]))
-            _require(found == kind, f"{name} is {found} {when} {step}, but must stay {kind}")
-            text = f"{name} is not computed from the state and the flag alone {when} {step}; make update pure"
+            _require(found == kind, f"{name} is {found} {when}, but must stay {kind}")
+            text = f"{name} is not computed from the state and the flag alone {when}; make update pure"
             for each, again_each in ((other[name], values[name]), (value, _values(state)[name])):
                 _require(np.array_equal(each, again_each, equal_nan=True), text)
         yield values
