@@ -202,7 +202,7 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
     """
     _require_known_suffix(path)
     try:
-        config = read_data(path, PolicyError)
+        config = read_data(path, "policy", PolicyError)
     except FileNotFoundError as error:
         hint = "pass the path of a policy file, such as dump_policy writes"
         raise FileNotFoundError(error.errno, f"{error.strerror}; {hint}", error.filename) from None

@@ -1,12 +1,18 @@
 """JSON and TOML files read, and any file written completely or not at all."""
 
 import contextlib
+import math
 import os
-from typing import Any, TypeAlias
+import stat
+from typing import Any, BinaryIO, TypeAlias
 
+from lossscale_core._messages import shown
 from lossscale_core.errors import LossScaleError
 
 Path: TypeAlias = str | os.PathLike[str]
+_LIMITS = {"policy": 2**16, "state": 2**22, "trace": 2**26, "archive": math.inf}
+"""The most bytes of each kind of file; an archive of `torch.save` may hold a whole model."""
+_LONGEST_LINE = 1000
 
 
 def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) -> None:
@@ -38,18 +44,48 @@ def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) ->
         raise type(error)(error.errno, error.strerror, target) from error
 
 
-def read_data(path: Path, error: type[LossScaleError]) -> Any:
+def open_file(path: Path, kind: str, error: type[LossScaleError]) -> BinaryIO:
+    """Open a regular file for reading, without waiting for another process, as a FIFO would.
+
+    Args:
+        path: The path of the file, or of a link to it.
+        kind: What the file holds, which limits its size: "policy" (also another tool's config), "state" (in JSON),
+            "trace" or "archive".
+        error: The type of error to raise for what is not such a file; the message names the file.
+
+    Returns:
+        The open file, in binary.
+
+    Raises:
+        LossScaleError: The path is that of a folder, a FIFO or a device, or the file is larger; its type is `error`.
+        OSError: The file cannot be opened.
+    """
+    name, limit = os.fspath(path), _LIMITS[kind]
+    if os.path.isdir(path):
+        raise error(f"{name} is a folder; pass a file in it")
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    status = os.fstat(file.fileno())  # of the open file: another one may have taken the path
+    if stat.S_ISREG(status.st_mode) and status.st_size <= limit:
+        return file
+    file.close()
+    if not stat.S_ISREG(status.st_mode):
+        raise error(f"{name} is a FIFO or a device; pass a regular file")
+    raise error(f"{name} has {status.st_size} bytes, but a {kind} may have {limit} at most; pass a smaller file")
+
+
+def read_data(path: Path, kind: str, error: type[LossScaleError]) -> Any:
     """Return the content of a `.toml` or `.json` file.
 
     Args:
         path: The path of the file.
+        kind: What the file holds, as for `open_file`.
         error: The type of error to raise for invalid content; the message names the file.
 
     Returns:
         Dicts, lists, text, numbers, bools and None, as the parser returns them.
 
     Raises:
-        LossScaleError: The content is invalid, or the path is that of a folder; its type is `error`.
+        LossScaleError: The content is invalid, or `open_file` refuses the path; its type is `error`.
         OSError: The file cannot be read.
     """
     # Imported late: most processes read no file, and pay for every import.
@@ -57,14 +93,32 @@ def read_data(path: Path, error: type[LossScaleError]) -> Any:
     import tomllib
 
     suffix = suffix_of(path)
-    if os.path.isdir(path):
-        raise error(f"{os.fspath(path)} is a folder; pass a file in it")
+    with open_file(path, kind, error) as file:
+        content = file.read(int(_LIMITS[kind]))
     try:
-        with open(path, encoding="utf-8-sig") as file:  # Windows editors write a byte order mark
-            text = file.read()
-        return tomllib.loads(text) if suffix == ".toml" else json.loads(text)
+        text = content.decode("utf-8-sig")  # Windows editors write a byte order mark
+        if suffix == ".toml":
+            _require_short_lines(text)
+            return tomllib.loads(text)
+        return json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as reason:
         raise error(f"{os.fspath(path)} is not valid {suffix[1:].upper()}: {reason}") from reason
+
+
+def _require_short_lines(text: str) -> None:
+    # A key of n parts takes n**2 words of memory in tomllib: 40 kB of `a.a.a...` take 1.5 GB.
+    for number, line in enumerate(text.splitlines(), 1):
+        if len(line) > _LONGEST_LINE:
+            raise ValueError(f"line {number} has {len(line)} characters; break it, or write JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of pairs; raise `ValueError` for a key that is there twice, as TOML does."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {shown(next(key for key in content if keys.count(key) > 1))} is there twice")
+    return content
 
 
 def suffix_of(path: Path) -> str:

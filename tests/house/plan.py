@@ -17,7 +17,7 @@ PLAN = {
         errors _messages _tree:
         _gradient_range: _messages
         _settings: errors _messages
-        _files: errors
+        _files: errors _messages
         _state: _settings _messages
         _arrays: _state _messages _tree
         _base: _arrays _settings _state errors

@@ -1,18 +1,24 @@
 """Traces: the CSV files that `lossscale run --trace` and the demo write."""
 
 import csv
+import io
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.cli._shared import say
-from lossscale_core.adapters import shown, shown_names
+from lossscale_core.adapters import open_file, shown, shown_names
+from lossscale_core.errors import LossScaleError
 
 COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
+_APPLIED, _OVERFLOWED, _SCALER, _WIDTH = 2, 3, 7, 8
 _WORDS = {"True": 1.0, "False": 0.0, "": np.nan}
+_LONGEST_LINE = 10_000
 
 
 class Trace(NamedTuple):
@@ -37,49 +43,72 @@ def read_trace(path: Path) -> Trace:
     """
     if path.suffix.lower() != ".csv":
         raise click.UsageError(f"{path} must be a .csv file; pass one that lossscale run --trace wrote")
-    text = path.read_text("utf-8-sig", errors="replace")
-    if text and not text.endswith("\n"):  # a process that was killed has not written all of its last row
-        text, _, last = text.rpartition("\n")
-        say(f"lossscale: warning: {path}: the last row {shown(last)} is ignored, since it may have been cut")
-    titles, *lines = [line for line in csv.reader(text.splitlines()) if line] or [[]]
-    if missing := [name for name in ("step", "scale", "overflowed") if name not in titles]:
-        raise click.UsageError(f"{path} has no column {missing[0]}; it has {shown_names(titles) or 'nothing'}; add it")
-    rows: list[dict[str, float]] = []
+    rows = array("d")  # of all columns, one row after the other
     scalers = {0.0}
-    for number, line in enumerate(lines, 2):
-        row = {**dict.fromkeys(COLUMNS, np.nan), "scaler": 0.0, **_numbers(path, number, titles, line)}
-        scalers.add(row["scaler"])
-        if row["scaler"] != 0.0:
-            continue
-        # A row that was counted, and those after it, if the step comes again.
-        while rows and rows[-1]["step"] + _is_counted(rows[-1]) > row["step"]:
-            rows.pop()
-        rows.append(row)
-    if not any(map(_is_counted, rows)):
+    with (
+        open_file(path, "trace", LossScaleError) as file,
+        io.TextIOWrapper(file, "utf-8-sig", errors="replace") as text,
+    ):
+        lines = _rows(path, text)
+        titles = next(lines, [])
+        if missing := [name for name in ("step", "scale", "overflowed") if name not in titles]:
+            has = shown_names(titles) or "nothing"
+            raise click.UsageError(f"{path} has no column {missing[0]}; it has {has}; add it")
+        places = [titles.index(name) if name in titles else None for name in COLUMNS]
+        for number, line in enumerate(filter(None, lines), 2):
+            row = _numbers(path, number, len(titles), places, line)
+            scalers.add(row[_SCALER])
+            if row[_SCALER] != 0.0:
+                continue
+            # A row that was counted, and those after it, if the step comes again.
+            while rows and rows[-_WIDTH] + _is_counted(rows[_APPLIED - _WIDTH], rows[_OVERFLOWED - _WIDTH]) > row[0]:
+                del rows[-_WIDTH:]
+            rows.extend(row)
+            if len(rows) > _WIDTH * 2**20:
+                raise click.UsageError(f"{path} has more than 2**20 steps, which no run has; pass a part of it")
+    step, scale, applied, overflowed, _, norm, largest, _ = np.array(rows).reshape(-1, _WIDTH).T
+    if not np.any(_is_counted(applied, overflowed)):
         raise click.UsageError(f"{path} holds no steps; pass a trace with a row per step")
-    if len(rows) > 2**20:
-        raise click.UsageError(f"{path} has {len(rows)} steps, but a run has at most 2**20; pass a part of it")
     if len(scalers) > 1:
         say(f"lossscale: {path} has {len(scalers)} scalers; this is the first")
-    step, scale, applied, overflowed, _, norm, largest, _ = np.array([list(row.values()) for row in rows]).T
     applied = np.where(np.isnan(applied), overflowed != 1.0, applied == 1.0)
     return Trace(step, scale, applied, overflowed == 1.0, norm, largest)
 
 
-def _is_counted(row: dict[str, float]) -> bool:
-    """Return whether the policy saw the step: it was applied or overflowed, and was not skipped for another reason."""
-    return row["applied"] != 0.0 or row["overflowed"] == 1.0
-
-
-def _numbers(path: Path, number: int, titles: list[str], line: list[str]) -> dict[str, float]:
+def _rows(path: Path, text: TextIO) -> Iterator[list[str]]:
+    """Yield the cells of each line."""
     try:
-        cells = {title: _WORDS.get(cell, cell) for title, cell in zip(titles, line, strict=True) if title in COLUMNS}
-        row = {title: float(cell) for title, cell in cells.items()}
-        if row["step"] >= 0 and 2.0**-149 <= row["scale"] <= 2.0**128:
+        yield from csv.reader(_whole_lines(path, text))
+    except csv.Error as error:  # of a quotation mark that opens a cell without an end
+        raise click.UsageError(f"{path} is not valid CSV: {error}; pass a trace") from error
+
+
+def _whole_lines(path: Path, text: TextIO) -> Iterator[str]:
+    """Yield the lines of a file without the last one if it was cut."""
+    while line := text.readline(_LONGEST_LINE):
+        if line.endswith("\n"):
+            yield line
+        elif len(line) == _LONGEST_LINE:
+            raise click.UsageError(f"{path} has a line of more than {_LONGEST_LINE} characters; pass a trace")
+        else:  # a process that was killed has not written all of its last row
+            say(f"lossscale: warning: {path}: the last row {shown(line)} is ignored, since it may have been cut")
+
+
+def _is_counted(applied: Any, overflowed: Any) -> Any:
+    """Return whether the policy saw the step: it was applied or overflowed, and was not skipped for another reason."""
+    return (applied != 0.0) | (overflowed == 1.0)
+
+
+def _numbers(path: Path, number: int, width: int, places: list[int | None], line: list[str]) -> list[float]:
+    try:
+        cells = ["" if place is None else line[place] for place in places]
+        row = [_WORDS[cell] if cell in _WORDS else float(cell) for cell in cells]
+        row[_SCALER] = 0.0 if cells[_SCALER] == "" else row[_SCALER]
+        if len(line) == width and 0.0 <= row[0] < np.inf and 2.0**-149 <= row[1] <= 2.0**128:
             return row
-    except ValueError:
+    except (ValueError, IndexError):
         pass
     raise click.UsageError(
-        f"{path}: row {number} is {shown(','.join(line))}, but must hold {len(titles)} numbers, with a step from 0 and "
+        f"{path}: row {number} is {shown(','.join(line))}, but must hold {width} numbers, with a step from 0 and "
         "a positive scale; delete the row"
     )

@@ -1,18 +1,17 @@
 """The subcommand `lossscale checkpoint`: the scalers in a checkpoint file, as JSON."""
 
-import pickle
 import zipfile
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
 from lossscale.cli._shared import FILE, example, print_json, say, warnings_as_lines
 from lossscale.other_tools import state_from_tool, tools_of_checkpoint
 from lossscale_core import ScalingPolicy, diagnose, load_policy, policy_from_dict, state_from_dict, state_to_dict
-from lossscale_core.adapters import read_data, shown, shown_names
+from lossscale_core.adapters import open_file, read_data, shown, shown_names
 from lossscale_core.errors import CheckpointError
 
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -20,6 +19,7 @@ _MOST_SCALERS = 12
 # Megatron-LM has its scaler below two keys. Further down is a dict for each parameter.
 _DEEPEST = 3
 _MOST_DICTS = 1000
+_MOST_PICKLED = 2**24
 
 
 @click.command(
@@ -84,32 +84,49 @@ def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _content(path: Path) -> Mapping[str, Any]:
     """Return the dict in a file. Objects of other classes in a file of `torch.save` are dicts of their attributes."""
-    path.stat()  # a file that is missing has no format
-    if path.suffix.lower() not in (".json", *_OF_TORCH) or not path.is_file():
+    if path.suffix.lower() not in (".json", *_OF_TORCH):
+        open_file(path, "archive", CheckpointError).close()  # a file that is missing has no format
         formats = f"JSON (.json), or written by torch.save ({', '.join(_OF_TORCH)})"
         raise CheckpointError(f"{path} must be a file in {formats}; save it as one")
-    content = read_data(path, CheckpointError) if path.suffix.lower() == ".json" else _read_by_torch(path)
+    is_json = path.suffix.lower() == ".json"
+    content = read_data(path, "state", CheckpointError) if is_json else _read_by_torch(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds {shown(content)}, but must hold a dict; pass another file")
     return content
 
 
 def _read_by_torch(path: Path) -> Any:
-    import torch
-    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+    with open_file(path, "archive", CheckpointError) as file:
+        _require_archive(path, file)
+        import torch
+        from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-    if not zipfile.is_zipfile(path):
+        try:
+            names = get_unsafe_globals_in_checkpoint(file)
+            file.seek(0)
+            with safe_globals([(type(name.rpartition(".")[2], (_Attributes,), {}), name) for name in names]):
+                return torch.load(file, weights_only=True, map_location="cpu")
+        except Exception as error:  # torch raises nearly anything for a file that was cut or written by hand
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"{path} is damaged, or holds more than data: {reason}; save it again") from error
+
+
+def _require_archive(path: Path, file: BinaryIO) -> None:
+    """Refuse what torch.save does not write: no archive, compressed parts, and more pickled bytes than are read."""
+    if not zipfile.is_zipfile(file):
         raise CheckpointError(
             f"{path} is not a zip archive, as torch.save writes since PyTorch 1.6; if you trust it, load and save it "
             "again with a newer PyTorch"
         )
     try:
-        names = get_unsafe_globals_in_checkpoint(path)
-        with safe_globals([(type(name.rpartition(".")[2], (_Attributes,), {}), name) for name in names]):
-            return torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, EOFError, AttributeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} is damaged, or holds more than data: {reason}; save it again") from error
+        parts = zipfile.ZipFile(file).infolist()
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{path} is damaged: {error}; save it again") from error
+    if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+        raise CheckpointError(f"{path} has compressed parts, which may be of any size; save it by torch.save")
+    if sum(part.file_size for part in parts if part.filename.endswith(".pkl")) > _MOST_PICKLED:
+        raise CheckpointError(f"{path} has more than {_MOST_PICKLED} bytes of pickles; save the scaler by itself")
+    file.seek(0)
 
 
 class _Attributes(dict[Any, Any]):

@@ -63,7 +63,7 @@ def _config(path: Path) -> dict[str, Any]:
         raise PolicyError(
             f"{path} must be in JSON or TOML (.json, .toml); read another format in Python, and pass from_tool the dict"
         )
-    config = read_data(path, PolicyError)
+    config = read_data(path, "policy", PolicyError)
     if not isinstance(config, dict):
         raise PolicyError(f"{path} holds {shown(config)}, but must hold a dict of keys; pass another file")
     return config

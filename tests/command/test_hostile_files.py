@@ -1,0 +1,188 @@
+"""The promises of SECURITY.md: a hostile file is refused in one sentence, with little memory and no waiting."""
+
+import ast
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.command.commanding import refused, run, succeed
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+ROW = b"0,8.0,False\n"
+POLICY, CONVERT, CHECKPOINT = "policy check", "policy convert", "checkpoint"
+SIMULATE, PLOT = "simulate dynamic", "plot -o p.png"
+OF_TEXT = [
+    ("large.toml", POLICY, b"#" * 2**17, "has 131072 bytes, but a policy may have 65536 at most"),
+    ("large.json", POLICY, b" " * 2**17, "may have 65536 at most"),
+    ("large_config.json", CONVERT, b" " * MIB, "may have 65536 at most"),
+    ("dotted.toml", POLICY, b"a." * 20_000 + b"a = 1", "line 1 has 40005 characters"),
+    ("table.toml", POLICY, b"[" + b"a." * 20_000 + b"a]", "line 1 has 40003 characters"),
+    ("dotted_lines.toml", POLICY, b"".join(b"%d." % n + b"a." * 480 + b"a = 1\n" for n in range(60)), "no 'kind'"),
+    ("nested.toml", POLICY, b"a = " + b"[\n" * 30_000, "is not valid TOML"),
+    ("inline.toml", POLICY, b"a = " + b"{a=" * 300, "is not valid TOML"),
+    ("digits.toml", POLICY, b"a = 1" + b"_0" * 490, "no 'kind'"),
+    ("infinite.toml", POLICY, b'kind = "dynamic"\ninit_scale = 1e400', "init_scale=inf"),
+    ("twice.toml", POLICY, b"a = 1\na = 2", "is not valid TOML"),
+    ("zeros.toml", POLICY, bytes(2**16), "is not valid TOML"),
+    ("utf_16.toml", POLICY, "a = 1".encode("utf-16"), "is not valid TOML"),
+    ("nested.json", POLICY, b"[" * 60_000, "is not valid JSON"),
+    ("nested_dicts.json", POLICY, b'{"a":' * 13_000, "is not valid JSON"),
+    ("twice.json", POLICY, b'{"kind": "dynamic", "init_scale": 4.0, "init_scale": 8.0}', "'init_scale' is there twice"),
+    ("twice_config.json", CONVERT, b'{"scale": 4.0, "scale": 8.0}', "'scale' is there twice"),
+    ("digits.json", POLICY, b"1" * 60_000, "is not valid JSON"),
+    ("exponent.json", POLICY, b'{"kind": "fixed", "init_scale": 1e999999}', "init_scale=inf"),
+    ("escape.json", POLICY, b'{"\\u001b[31m": 1}', "'\\x1b[31m'"),
+    ("surrogate.json", POLICY, b'{"\\ud800": 1}', "'\\ud800'"),
+    ("utf_16.json", POLICY, "{}".encode("utf-16"), "is not valid JSON"),
+    ("large_state.json", CHECKPOINT, b"[" + b" " * 4 * MIB, "has 4194305 bytes, but a state may have 4194304 at most"),
+    ("lists.json", CHECKPOINT, b"[" + b"[]," * (4 * MIB // 3 - 2) + b"0]", "must hold a dict"),
+    ("dicts.json", CHECKPOINT, b'{"a":[' + b'{"":0},' * (4 * MIB // 7 - 3) + b"0]}", "no known scaler"),
+    ("keys.json", CHECKPOINT, b"{" + b",".join(b'"%d":0' % n for n in range(300_000)) + b"}", "no known scaler"),
+    ("twice_state.json", CHECKPOINT, b'{"scale": 8.0, "_growth_tracker": 1, "scale": 9.0}', "'scale' is there twice"),
+    ("nested_state.json", CHECKPOINT, b'{"a":' * 800_000, "is not valid JSON"),
+    ("line.csv", SIMULATE, b"step" + b"," * 10 * MIB, "has a line of more than 10000 characters"),
+    ("quote.csv", SIMULATE, b'step,scale,overflowed\n"' + b"0\n" * 200_000, "is not valid CSV"),
+    ("zeros.csv", SIMULATE, bytes(MIB), "has a line of more than 10000 characters"),
+    ("letters.csv", PLOT, b"step,scale,overflowed\n" + ROW + b"a,b,c\n", "row 3 is 'a,b,c'"),
+    ("infinite.csv", SIMULATE, b"step,scale,overflowed\ninf,8.0,False\n", "row 2"),
+    ("scalers.csv", PLOT, b"step,scale,overflowed,scaler\n" + b"0,8.0,False,1\n" * 10_000, "holds no steps"),
+]
+
+
+def _sparse(path, size):
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with the files, a FIFO, links to devices and a CSV file of a terabyte that takes no room."""
+    folder = tmp_path_factory.mktemp("hostile")
+    for name, _, content, _ in OF_TEXT:
+        (folder / name).write_bytes(content)
+    for suffix in ("toml", "json", "csv", "pt"):
+        os.mkfifo(folder / f"fifo.{suffix}")
+        (folder / f"zero.{suffix}").symlink_to("/dev/zero")
+    _sparse(folder / "terabyte.csv", 2**40)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "content", "words"), OF_TEXT, ids=lambda value: value if type(value) is str else ""
+)
+def test_a_hostile_text_is_refused_in_one_sentence(folder, name, command, content, words):
+    """It names what is wrong."""
+    first, *more = command.split(" -")
+    assert words in refused(run(*first.split(), name, *(f"-{each}" for each in " ".join(more).split()), cwd=folder))
+
+
+@pytest.mark.parametrize("name", ["fifo", "zero"])
+@pytest.mark.parametrize(
+    ("command", "suffix"),
+    [(POLICY, "toml"), (CONVERT, "json"), (CHECKPOINT, "json"), (CHECKPOINT, "pt"), (SIMULATE, "csv")],
+)
+def test_nothing_waits_for_a_fifo_or_reads_a_device(folder, name, command, suffix):
+    """The kind of the file is looked at before its content."""
+    assert "pass a regular file" in refused(run(*command.split(), f"{name}.{suffix}", cwd=folder))
+
+
+def test_a_large_trace_is_refused_by_its_size(folder):
+    """Before a byte is read."""
+    assert "may have 67108864 at most" in refused(run("plot", "terabyte.csv", "-o", "p.png", cwd=folder))
+
+
+def test_hostile_texts_take_less_than_300_megabytes(folder):
+    """The largest memory of a process that reads them all."""
+    program = (
+        "import json, re, sys; from tests.command.commanding import run\n"
+        "for command, name in json.loads(sys.argv[1]): run(*command.split(), name)\n"
+        "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
+    )
+    commands = [(command, name) for name, command, _, _ in OF_TEXT if command != PLOT]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
+    arguments = [sys.executable, "-c", program, json.dumps(commands)]
+    done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 300_000
+
+
+class _Runs:
+    """An object that creates a file when it is unpickled."""
+
+    def __reduce__(self):
+        return open, ("was_run", "w")
+
+
+def _zipped(path, content, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("a/data.pkl", content)
+        archive.writestr("a/version", b"3\n")
+
+
+def _expanded(path):
+    torch.save({"scale": torch.ones(1).expand(2**40), "_growth_tracker": 3}, path)
+
+
+def _lying(path):
+    torch.save({"scale": torch.ones(4), "_growth_tracker": 3}, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content.replace(b"K\x04", b"K\xff") if name.endswith("data.pkl") else content)
+
+
+OF_TORCH = {
+    "empty": lambda path: path.write_bytes(b""),
+    "no archive": lambda path: path.write_bytes(pickle.dumps({"scale": 8.0})),
+    "a cut archive": lambda path: (_lying(path), path.write_bytes(path.read_bytes()[:-40])),
+    "a program": lambda path: _zipped(path, pickle.dumps(_Runs())),
+    "a bomb": lambda path: _zipped(path, bytes(200 * MIB), zipfile.ZIP_DEFLATED),
+    "large pickles": lambda path: _zipped(path, bytes(20 * MIB)),
+    "cut pickles": lambda path: _zipped(path, pickle.dumps({"scale": 8.0})[:-5]),
+    "a tensor without values": lambda path: torch.save(
+        {"scale": torch.ones((), device="meta"), "_growth_tracker": 3}, path
+    ),
+    "an expanded tensor": _expanded,
+    "a storage of another size": _lying,
+    "a list": lambda path: torch.save([1.0], path),
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_a_hostile_checkpoint_is_refused_in_one_sentence(tmp_path, name):
+    """No code in it runs, and no number is read from a tensor that has none, or too many."""
+    OF_TORCH[name](tmp_path / "c.pt")
+    refused(run("checkpoint", "c.pt", "--from", "torch", cwd=tmp_path))
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_other_classes_are_read_as_dicts(tmp_path):
+    """They are not imported: their attributes are enough."""
+    scaler = type("LossScaler", (), {"__module__": "nowhere"})()
+    vars(scaler).update(cur_scale=8.0, cur_iter=20, last_overflow_iter=11, scale_window=9)
+    sys.modules["nowhere"] = type(sys)("nowhere")
+    sys.modules["nowhere"].LossScaler = type(scaler)
+    try:
+        torch.save({"loss_scaler": scaler}, tmp_path / "c.pt")
+    finally:
+        del sys.modules["nowhere"]
+    assert json.loads(succeed("checkpoint", "c.pt", cwd=tmp_path)[0])["loss_scale"] == 8.0
+
+
+def test_no_module_opens_a_connection():
+    """None imports what does."""
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.partition(".")[0] for name in names} & {"socket", "ssl", "urllib", "http", "requests"}, (
+                path
+            )
