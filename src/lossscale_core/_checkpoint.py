@@ -12,10 +12,10 @@ import numpy as np
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import LARGEST_NORM, GuardState, SpikeGuard
-from lossscale_core._messages import not_a_state, shown, shown_names, shown_number
+from lossscale_core._messages import shown, shown_names, shown_number
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import HostScalar, ScaleState
+from lossscale_core._state import HostScalar, ScaleState, require_one_state
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 VERSION = 1
@@ -45,12 +45,11 @@ def state_to_dict(
 
     Raises:
         PolicyError: `policy` is not a policy.
+        TypeError: `state` is not a state, or several along a leading axis.
     """
     saved: dict[str, Any] = {"version": VERSION}
-    try:
-        saved.update(_plain_numbers(state))
-    except AttributeError as error:
-        raise not_a_state(state, "state_to_dict(state, policy)") from error
+    require_one_state(state, "state_to_dict(state, policy)")
+    saved.update(_plain_numbers(state))
     if policy is not None:
         policy = as_policy(policy)
         with contextlib.suppress(PolicyError):  # without a kind it has no config
@@ -145,9 +144,13 @@ def _require_version(saved: Mapping[str, Any]) -> None:
     if not saved:
         raise CheckpointError(f"the saved state is empty; {_HINT}")
     if "version" not in saved:
+        parts = [
+            key for key, part in saved.items() if isinstance(part, Mapping) and {"version", "loss_scale"} <= {*part}
+        ]
+        part = f"its part {shown(parts[0])}" if parts else "a dict that state_to_dict returned"
         raise CheckpointError(
-            f"the saved state has no version, but {shown_names(saved)}; pass a dict that state_to_dict returned, or, "
-            "if another tool such as torch saved it, lossscale.state_from_tool('torch', saved)"
+            f"the saved state has no version, but {shown_names(saved)}; pass {part}, or, if another tool such as torch "
+            "saved it, lossscale.state_from_tool('torch', saved)"
         )
     version = _item(saved["version"])
     if type(version) is not int or version < 1:

@@ -9,9 +9,9 @@ import numpy as np
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import GuardState
-from lossscale_core._messages import not_a_state, shown_number
+from lossscale_core._messages import shown_number
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import Array, ArrayT_co, ScaleState, loss_scale_of, read
+from lossscale_core._state import Array, ArrayT_co, ScaleState, read, require_one_state
 from lossscale_core.errors import OverflowStreakError
 
 BACKWARD = "a division by zero, or a root or a logarithm at zero, in the backward pass"
@@ -123,9 +123,23 @@ def step_info(
 
     Returns:
         The outcome, with fields of shape `()` on the device of the states.
+
+    Raises:
+        TypeError: `before` or `after` is not a state.
+        ValueError: The states are on the host, and `after` has fewer steps than `before`.
     """
+    try:
+        streak: Array = after.overflow_streak
+        steps: Array = after.steps
+        is_swapped = isinstance(steps, np.generic) and steps < before.steps  # on a device it is not read
+    except AttributeError:
+        for state in (before, after):
+            require_one_state(state, "step_info(before, after)")
+        raise
+    if is_swapped:
+        counts = f"{steps} steps after {before.steps}"
+        raise ValueError(f"step_info was given states of {counts}; call step_info(before, after), in this order")
     # An overflow lengthens the streak, unless it is full; only an overflow leaves a full streak.
-    streak: Array = after.overflow_streak
     finite = (streak <= before.overflow_streak) & (streak < LARGEST_COUNT)
     overflowed = (streak > before.overflow_streak) | (streak >= LARGEST_COUNT)
     if spiked is not False:
@@ -151,11 +165,12 @@ def metrics(
         The fields of the state by name (`loss_scale`, `growth_tracker`, `hysteresis_tracker`, `steps`, `skipped_steps`,
         `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`, or a plain Python number
             if the state is on the host. A guard adds `spikes`, `spike_streak` and `norm_mean`.
+
+    Raises:
+        TypeError: `state` is not a state, or several along a leading axis.
     """
-    try:
-        numbers = state._asdict()
-    except AttributeError as error:
-        raise not_a_state(state, "metrics(state)") from error
+    require_one_state(state, "metrics(state)")
+    numbers = state._asdict()
     numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
     if guard is not None:
         numbers.update(spikes=guard.spikes, spike_streak=guard.streak, norm_mean=guard.mean)
@@ -235,8 +250,8 @@ _SPIKES_HINT = "Look for a change of the data or a learning rate that is too lar
 
 def _numbers(state: Any, call: str) -> ScaleState[Any]:
     """Return the fields of any state as Python numbers, each read once from its device."""
-    scale = read(loss_scale_of(state, call))
-    return ScaleState(scale, *(int(getattr(state, name)) for name in ScaleState._fields[1:]))
+    require_one_state(state, call)
+    return ScaleState(read(state.loss_scale), *(int(getattr(state, name)) for name in ScaleState._fields[1:]))
 
 
 def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:

@@ -85,6 +85,24 @@ def loss_scale_of(state: Any, call: str, source: str = "init_state or update") -
         raise not_a_state(state, call, source) from error
 
 
+def require_one_state(state: Any, call: str) -> None:
+    """Raise `TypeError` for what is not a state, holds one, or holds several along a leading axis.
+
+    Args:
+        state: A state, or any other value.
+        call: The right call, for the error, such as `metrics(state)`.
+    """
+    if hasattr(state, "scale_state"):
+        kind = type(state).__name__
+        raise TypeError(f"the {kind} is not a state of a policy, but holds one; call {call}, with its scale_state")
+    scale = loss_scale_of(state, call)
+    if getattr(scale, "ndim", 0):  # None for a tensor of TensorFlow whose rank is not known
+        raise TypeError(
+            f"the state has a leading axis of {scale.shape[0]}, as that of an ensemble under vmap or of replicas has; "
+            f"call {call} with one member at a time, such as state._make(field[0] for field in state)"
+        )
+
+
 def read(number: Array) -> float:
     """Return one number of a state as a Python float, waiting for its device if necessary.
 

@@ -5,6 +5,7 @@ import errno
 import inspect
 import json
 import re
+import types
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from lossscale_core import (
     policy_from_dict,
     state_from_dict,
     state_to_dict,
+    step_info,
 )
 from lossscale_core.adapters import check_setting, guard_state_from_dict
 from lossscale_core.errors import CheckpointError, PolicyError
@@ -54,6 +56,34 @@ def test_a_misspelt_setting_names_the_nearest(make, sentence):
     """A constructor, `replace` and a guard say so as a file does, and it stays the TypeError of any Python function."""
     with pytest.raises(TypeError, match=re.escape(sentence)):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (metrics, "call metrics(state), with its scale_state"),
+        (state_to_dict, "call state_to_dict(state, policy), with its scale_state"),
+        (lambda state: diagnose(POLICY, state), "call diagnose(policy, state), with its scale_state"),
+        (lambda state: ScaleWatch().log(POLICY, state), "call log(policy, state), with its scale_state"),
+        (lambda state: step_info(state, state), "call step_info(before, after), with its scale_state"),
+    ],
+)
+def test_the_state_of_an_optimizer_and_of_an_ensemble(call, sentence):
+    """The error says which part of it to pass."""
+    with pytest.raises(TypeError, match=re.escape(f"is not a state of a policy, but holds one; {sentence}")):
+        call(types.SimpleNamespace(scale_state=STATE))
+    if "step_info" not in sentence:
+        member = re.escape("such as state._make(field[0] for field in state)")
+        with pytest.raises(TypeError, match=f"leading axis of 3, .* {member}"):
+            call(STATE._make(np.stack([field] * 3) for field in STATE))
+
+
+def test_swapped_states_and_a_whole_checkpoint():
+    """The order of the arguments, and the part of the dict, are said."""
+    with pytest.raises(ValueError, match="0 steps after 1; call step_info"):
+        step_info(POLICY.update(STATE, True), STATE)
+    with pytest.raises(CheckpointError, match="has no version, but model, scaler; pass its part 'scaler'"):
+        state_from_dict({"model": {}, "scaler": state_to_dict(STATE)})
 
 
 @pytest.mark.parametrize("policy", [NoScaling(), FixedScaling(4.0), DynamicScaling(hysteresis=2), SpikeGuard()])
