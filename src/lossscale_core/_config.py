@@ -206,10 +206,33 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
     except FileNotFoundError as error:
         hint = "pass the path of a policy file, such as dump_policy writes"
         raise FileNotFoundError(error.errno, f"{error.strerror}; {hint}", error.filename) from None
+    if table := _table_of_policy(config):
+        raise PolicyError(f"{os.fspath(path)}: the keys are in the table {shown(table)}; write them without a table")
     try:
         return policy_from_dict(config)
     except PolicyError as error:
-        raise PolicyError(f"{os.fspath(path)}: {error}") from error
+        message = str(error)
+        for in_python, in_a_file in _IN_A_FILE:
+            message = message.replace(in_python, in_a_file)
+        raise PolicyError(f"{os.fspath(path)}: {message}") from error
+
+
+_IN_A_FILE = (
+    *(("be None or", "be left out or"), ("pass None", "leave it out")),
+    *(("True or False", "true or false"), ("such as 2.0**16", "such as 65536.0"), ("2.0**24", "16777216.0")),
+)
+"""What the hints of settings say, and what TOML and JSON have instead."""
+
+
+def _table_of_policy(config: Any, depth: int = 3) -> str:
+    """Return the dotted name of a table that has a policy's kind, such as `tool.lossscale`, or an empty text."""
+    for name, part in config.items() if isinstance(config, Mapping) and "kind" not in config and depth else ():
+        part = part[0] if isinstance(part, list) and len(part) == 1 else part
+        if isinstance(part, Mapping) and "kind" in part:
+            return str(name)
+        if inner := _table_of_policy(part, depth - 1):
+            return f"{name}.{inner}"
+    return ""
 
 
 def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:

@@ -130,15 +130,15 @@ def step_info(
     """
     try:
         streak: Array = after.overflow_streak
-        steps: Array = after.steps
-        is_swapped = isinstance(steps, np.generic) and steps < before.steps  # on a device it is not read
+        counts: list[Any] = [state.steps for state in (after, before)]
+        is_swapped = isinstance(counts[0], np.generic) and counts[0] < counts[1]  # on a device it is not read
     except AttributeError:
         for state in (before, after):
             require_one_state(state, "step_info(before, after)")
         raise
     if is_swapped:
-        counts = f"{steps} steps after {before.steps}"
-        raise ValueError(f"step_info was given states of {counts}; call step_info(before, after), in this order")
+        given = "{} steps after {}".format(*counts)
+        raise ValueError(f"step_info was given states of {given}; call step_info(before, after), in this order")
     # An overflow lengthens the streak, unless it is full; only an overflow leaves a full streak.
     finite = (streak <= before.overflow_streak) & (streak < LARGEST_COUNT)
     overflowed = (streak > before.overflow_streak) | (streak >= LARGEST_COUNT)
