@@ -164,8 +164,8 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
         raise PolicyError(
             f"a policy's config must be a table of keys and values, not {shown(config)}; write kind = 'dynamic'"
         )
-    if "kind" not in config and isinstance(config.get("policy"), Mapping):
-        raise PolicyError("the policy's config has no 'kind', but a table 'policy'; write its keys without the table")
+    if table := _table_of_policy(config):
+        raise PolicyError(f"the keys are in the table {shown(table)}; write them without a table")
     if "kind" not in config:
         hint = _FROM_TOOL if _OTHER_TOOLS & config.keys() else f"add kind = 'dynamic' ({_known(KINDS)})"
         raise PolicyError(f"the policy's config has no 'kind', but {shown_names(config) or 'nothing'}; {hint}")
@@ -206,8 +206,6 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
     except FileNotFoundError as error:
         hint = "pass the path of a policy file, such as dump_policy writes"
         raise FileNotFoundError(error.errno, f"{error.strerror}; {hint}", error.filename) from None
-    if table := _table_of_policy(config):
-        raise PolicyError(f"{os.fspath(path)}: the keys are in the table {shown(table)}; write them without a table")
     try:
         return policy_from_dict(config)
     except PolicyError as error:

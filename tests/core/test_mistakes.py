@@ -197,7 +197,7 @@ def test_arguments_of_adapters_have_one_rule(name, value, sentence):
             "no 'kind', but loss_scale, initial_scale_power; pass the config",
         ),
         ({"kind": "dynamic", "loss_scale_window": 1000}, "lossscale.from_tool"),
-        ({"policy": {"kind": "dynamic"}}, "no 'kind', but a table 'policy'; write its keys without the table"),
+        ({"policy": {"kind": "dynamic"}}, "the keys are in the table 'policy'; write them without a table"),
         ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
     ],
 )
