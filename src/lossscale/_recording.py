@@ -34,7 +34,7 @@ class Recording:
 
     def __init__(self, policy: ScalingPolicy | None, trace: Path | None) -> None:
         self.policy, self.trace, self.is_made = policy, trace, False
-        self._scalers: list[Any] = []
+        self._scalers: dict[int, Any] = {}  # by their ids, in the order of their first updates
         self._rows: list[tuple[Any, ...]] = []  # those whose numbers a device holds
         self._process, self._file = os.getpid(), trace
         atexit.register(self._finish)  # before the script registers anything, so that it comes last
@@ -45,9 +45,8 @@ class Recording:
             self._process, self._rows = os.getpid(), []
         if not self._scalers and self.trace is not None and _rank()[1] > 1:
             self._file = self.trace.with_suffix(f".rank{_rank()[0]}{self.trace.suffix}")
-        if not any(each is scaler for each in self._scalers):
-            self._scalers.append(scaler)
-        self._rows.append((*row, [each is scaler for each in self._scalers].index(True)))
+        self._scalers.setdefault(id(scaler), scaler)
+        self._rows.append((*row, [*self._scalers].index(id(scaler))))
         is_waiting = any(isinstance(cell, torch.Tensor) and not cell.is_cpu for cell in row)
         if not is_waiting or len(self._rows) >= _MOST_WAITING:
             self._write()
@@ -74,7 +73,7 @@ class Recording:
         if self._process != os.getpid():
             return  # forked, and made no update
         self._write()
-        for number, scaler in enumerate(self._scalers):
+        for number, scaler in enumerate(self._scalers.values()):
             self.say(f"{f'scaler {number}: ' if len(self._scalers) > 1 else ''}{scaler.diagnose()}")
         if not self._scalers and self.is_made:
             self.say("no scaler was updated in this process")
@@ -109,10 +108,9 @@ def _rank() -> tuple[int, int]:
     """Return this process's rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    try:
-        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    except ValueError:  # scripts use these variables for what they like
-        return 0, 1
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # otherwise scripts use these variables for what they like
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
 
 
 def _cell(value: Any) -> str:

@@ -191,8 +191,6 @@ def test_keys_with_newlines_and_escapes_are_shown_escaped(tmp_path):
 FILES = {
     "bad.toml": 'kind = "dynamic"\ngrowth_intervall = 3\n',
     "streak.toml": 'kind = "dynamic"\ninit_scale = 1e36\nmax_scale = 1e37\nmax_overflow_streak = 2\n',
-    "long.toml": f'kind = "fixed"\ninit_scale = 0x{"f" * 5000}',
-    "deep.json": "[" * 60_000,
     "nested.json": f'{{"scale": {"[" * 900}{"]" * 900}, "_growth_tracker": 1}}',
     "number.json": "3",
     "broken.json": "[0,",
@@ -225,8 +223,6 @@ REFUSED = [
     ("simulate dynamic folder.csv", "folder.csv is a folder; pass a file in it"),
     ("plot good.csv -o s.docx", "s.docx must end in .png, .pdf, .svg"),
     ("plot good.csv -o none/s.png", "none/s.png: No such file or directory; make its folder first"),
-    ("policy check deep.json", "deep.json is not valid JSON"),
-    ("policy check long.toml", "line 2 has 5015 characters"),
     ("policy convert broken.json", "broken.json is not valid JSON"),
     ("policy convert number.json", "but must hold a dict of keys"),
     ("policy convert good.csv", "JSON or TOML (.json, .toml)"),
