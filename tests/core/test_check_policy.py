@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from lossscale_core import BaseScaling, DynamicScaling, FixedScaling, NoScaling, one_more, select
+from lossscale_core import BaseScaling, DynamicScaling, FixedScaling, NoScaling, ScaleState, one_more, select
 from lossscale_core.testing import check_policy, policies
 from tests.core.own_policies import policy_of_the_docs
 from tests.sweeping import IS_SWEEP
@@ -36,7 +37,7 @@ class Wrong(BaseScaling):
         return self.first(RULE.init_state())
 
     def update(self, state, grads_finite, *, xp=None):
-        return self.change(state, RULE.update(state, grads_finite, xp=xp), grads_finite, xp)
+        return self.change(state, RULE.update(ScaleState(*state[:6]), grads_finite, xp=xp), grads_finite, xp)
 
 
 RIGHT = [
@@ -185,7 +186,28 @@ BROKEN_BOUNDS = {
         "loss_scale goes from 65536 to 0 after step",
     ),
 }
+
+
+class Counting(NamedTuple):
+    """A state with a counter of its own."""
+
+    loss_scale: Any
+    growth_tracker: Any
+    hysteresis_tracker: Any
+    steps: Any
+    skipped_steps: Any
+    overflow_streak: Any
+    good: Any
+
+
 BROKEN_COUNTERS = {
+    "a counter of its own that wraps": (
+        (
+            lambda before, after, flag, xp: Counting(*after[:6], before.good + 1),
+            {"first": lambda state: Counting(*state, np.int32(0))},
+        ),
+        "good wraps around after many overflows; use one_more",
+    ),
     "a first count": (
         {"first": lambda state: state._replace(skipped_steps=np.int32(7))},
         "skipped_steps of init_state is 7, but counts from 0",

@@ -121,6 +121,12 @@ def _check_long_runs(policy: Any, traits: BaseScaling, low: Any, high: Any) -> N
         for name in ("growth_tracker", "hysteresis_tracker"):
             middle, end = getattr(trace, name)[[steps // 2, -1]]
             _require(end >= min(middle, 0), f"{name} is {end} after {steps} {what} in a row, and falls without end")
+        start = policy.init_state()
+        for name in start._fields[6:]:  # the policy's own, of which one that counts each step becomes full
+            if getattr(trace, name)[-1] >= steps and getattr(start, name).dtype == np.int32:
+                with np.errstate(all="ignore"):
+                    after = policy.update(start._replace(**{name: np.int32(LARGEST_COUNT)}), flag)
+                _require(getattr(after, name) >= 0, f"{name} wraps around after many {what}; use one_more")
         first, last = trace.loss_scale_used[0], trace.loss_scale_after[-1]
         text = f"loss_scale goes from {first:g} to {last:g} in {steps} {what}, but adapts is False; set it to True"
         _require(traits is not policy or traits.adapts or first == last, text)  # a bare policy has no `adapts`
