@@ -164,13 +164,9 @@ def test_checkpoint_reads_other_tools(tmp_path):
 
 
 def test_several_scalers_are_printed_under_their_places(tmp_path):
-    """At most twelve, and the search ends where a file has a dict for each parameter."""
+    """The search ends where a file has a dict for each parameter."""
     _write(tmp_path, "two.json", {"a": APEX, "b": {"c": APEX}})
     assert json.loads(succeed("checkpoint", "two.json", cwd=tmp_path)[0]).keys() == {"a", "b.c"}
-    _write(tmp_path, "many.json", {f"s{number}": APEX for number in range(20)})
-    data, said = succeed("checkpoint", "many.json", cwd=tmp_path)
-    assert len(json.loads(data)) == 12
-    assert "only the first 12 scalers" in said
     states = {str(number): {"step": 1} for number in range(30_000)}
     _write(tmp_path, "large.json", {"optimizer": {"state": states, "grad_scaler": APEX}})
     data, said = succeed("checkpoint", "large.json", cwd=tmp_path)

@@ -4,7 +4,7 @@ import zipfile
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import click
 
@@ -15,7 +15,6 @@ from lossscale_core.adapters import open_file, read_data, shown, shown_names
 from lossscale_core.errors import CheckpointError
 
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_MOST_SCALERS = 12
 # Megatron-LM has its scaler below two keys. Further down is a dict for each parameter.
 _DEEPEST = 3
 _MOST_DICTS = 1000
@@ -31,8 +30,8 @@ _MOST_PICKLED = 2**24
 def command(file: Path, tool: str | None, policy_file: Path | None) -> None:
     """Print the saved scalers in FILE, of this library or another tool, as the JSON that `state_from_dict` reads.
 
-    FILE is JSON, or what torch.save wrote. No class in it is imported. One scaler is printed itself; of
-    several, at most 12 are printed under their places.
+    FILE is JSON, or what torch.save wrote. No class in it is imported. One scaler is printed itself; several are
+    printed under their places.
     """
     content = _content(file)
     found = _scalers(content) or ({} if tool is None else {"": content})
@@ -66,7 +65,7 @@ def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
     pending: deque[tuple[tuple[str, ...], Mapping[str, Any]]] = deque([((), content)])
     visited = {id(content)}  # the number of paths to shared dicts grows exponentially
-    while pending and len(found) < _MOST_SCALERS:
+    while pending:
         names, saved = pending.popleft()
         if {"version", "loss_scale"} <= saved.keys() or tools_of_checkpoint(saved):
             found[".".join(names)] = saved
@@ -75,8 +74,6 @@ def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
             if isinstance(value, Mapping) and id(value) not in visited and len(visited) <= _MOST_DICTS:
                 visited.add(id(value))
                 pending.append(((*names, str(name)), value))
-    if len(found) == _MOST_SCALERS:
-        say(f"only the first {_MOST_SCALERS} scalers are printed; save the others by themselves")
     if len(visited) > _MOST_DICTS:
         say(f"only the first {_MOST_DICTS} dicts were searched; save the scaler by itself if it is elsewhere")
     return found
@@ -97,10 +94,22 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 def _read_by_torch(path: Path) -> Any:
     with open_file(path, "archive", CheckpointError) as file:
-        _require_archive(path, file)
+        try:
+            parts = zipfile.ZipFile(file).infolist()
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(
+                f"{path} is not a zip archive, as torch.save writes since PyTorch 1.6; if you trust it, load and "
+                "save it again with a newer PyTorch"
+            ) from error
+        # What torch.save writes is stored as it is. A compressed part may be of any size.
+        pickled = sum(part.file_size for part in parts if part.filename.endswith(".pkl"))
+        if pickled > _MOST_PICKLED or any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+            most = f"more than {_MOST_PICKLED} bytes of pickles, or compressed parts"
+            raise CheckpointError(f"{path} has {most}; save the scaler by itself, by torch.save")
         import torch
         from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+        file.seek(0)
         try:
             names = get_unsafe_globals_in_checkpoint(file)
             file.seek(0)
@@ -109,24 +118,6 @@ def _read_by_torch(path: Path) -> Any:
         except Exception as error:  # torch raises nearly anything for a file that was cut or written by hand
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{path} is damaged, or holds more than data: {reason}; save it again") from error
-
-
-def _require_archive(path: Path, file: BinaryIO) -> None:
-    """Refuse what torch.save does not write: no archive, compressed parts, and more pickled bytes than are read."""
-    if not zipfile.is_zipfile(file):
-        raise CheckpointError(
-            f"{path} is not a zip archive, as torch.save writes since PyTorch 1.6; if you trust it, load and save it "
-            "again with a newer PyTorch"
-        )
-    try:
-        parts = zipfile.ZipFile(file).infolist()
-    except zipfile.BadZipFile as error:
-        raise CheckpointError(f"{path} is damaged: {error}; save it again") from error
-    if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-        raise CheckpointError(f"{path} has compressed parts, which may be of any size; save it by torch.save")
-    if sum(part.file_size for part in parts if part.filename.endswith(".pkl")) > _MOST_PICKLED:
-        raise CheckpointError(f"{path} has more than {_MOST_PICKLED} bytes of pickles; save the scaler by itself")
-    file.seek(0)
 
 
 class _Attributes(dict[Any, Any]):
