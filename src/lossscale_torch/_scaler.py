@@ -328,22 +328,19 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return self._end_disabled()
-        records = self._per_optimizer_states
-        has_flags = has_ended = False
+        records, has_begun = self._per_optimizer_states, False
         for record in records.values():
-            for key in record["found_inf_per_device"]:
-                has_flags = has_flags or type(key) is not str
-            has_ended = has_ended or record["stage"] is not READY
-        if self._scale is None and (new_scale is not None or not has_ended):
+            has_begun = has_begun or record["stage"] is not READY or bool(record["found_inf_per_device"])
+        if self._scale is None and (new_scale is not None or not has_begun):
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
             new_scale = checked_scale(new_scale, self._device, self.policy)
-        elif not (has_flags or has_ended):
+        elif not has_begun:
             raise AssertionError("No inf checks were recorded prior to update.")
         is_whole = end_of_step or self._updates + 1 >= self._updates_per_step
         info = None
         try:
-            info = self.last_step = self._decide(records, new_scale, has_flags, is_whole)
+            info = self.last_step = self._decide(records, new_scale, is_whole)
             self._updates += 1
         finally:
             if is_whole or info is None:
@@ -388,14 +385,13 @@ class GradScaler(torch.amp.GradScaler):
     # What belongs to a step.
 
     def _note_loss(self, loss: Tensor) -> None:
-        """Note that a loss was scaled since the last update; keep it for the cause of an overflow."""
+        """Note that a loss was scaled in this step, for the cause of an overflow, and which gradients were given up."""
         self._has_loss = True
         if _state.is_being_recorded():
             self._is_told = True  # later steps may follow a replay
         elif type(loss) is Tensor and len(self._losses) < _MANY and not _are_functorch_transforms_active():
-            loss = loss.detach()
-            is_a_view = loss.untyped_storage().nbytes() > loss.nbytes
-            self._losses.append(loss.clone() if is_a_view else loss)  # a view would keep the memory of its base
+            # A view would keep the memory of its base.
+            self._losses.append(loss.detach().clone() if loss._is_view() else loss.detach())
         for record in self._per_optimizer_states.values():
             if record["stage"] is UNSCALED and all(param.grad is None for param in params_of(record["optimizer"])):
                 record["given_up"] = True
@@ -459,7 +455,7 @@ class GradScaler(torch.amp.GradScaler):
         if found is None:
             self._read([optimizer_state])  # Ctrl-C may come while this waits
             found = _state.found_on_host([optimizer_state])
-        optimizer_state["applied"] = applied = found is not None and not (found[0] or found[1])
+        optimizer_state["applied"] = applied = found is not None and not (found[1] or found[2])
         return optimizer.step(*args, **kwargs) if applied else None
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -491,36 +487,49 @@ class GradScaler(torch.amp.GradScaler):
             self._state = self._state_on_host()
         return values[: len(numbers)]
 
-    def _decide(
-        self, records: dict[int, Any], new_scale: float | Tensor | None, has_flags: bool, is_whole: bool
-    ) -> StepInfo:
+    def _decide(self, records: dict[int, Any], new_scale: float | Tensor | None, is_whole: bool) -> StepInfo:
         """Let the policy move the scale by the flags of the step, and return the outcome.
 
         On the host where it knows all flags or may wait for them, as it did in the step of an ordinary optimizer; else
         on the device.
         """
-        is_recorded, is_counted = _state.is_being_recorded(), is_whole and has_flags and new_scale is None
-        found = None if is_recorded else _state.found_on_host(records.values())
-        if found is None and not is_recorded and any(each.get("kind") is Plain for each in records.values()):
+        found = _state.found_on_host(records.values())
+        if found is None and any(each.get("kind") is Plain for each in records.values()):
             self._read(records.values())
             found = _state.found_on_host(records.values())
-        scale = self._scale_on_host() if found is not None else None
-        if found is None or scale is None or isinstance(self._state, OnDevice):
-            info = self._advance_on_device(records, is_counted, is_recorded)
+        scale = None if found is None or isinstance(self._state, OnDevice) else self._scale_on_host()
+        if found is None or scale is None:
+            had_gradients = any(
+                type(key) is not str for each in records.values() for key in each["found_inf_per_device"]
+            )
+            info = self._advance_on_device(records, is_whole and had_gradients and new_scale is None)
         else:
-            info = self._advance_on_host(scale, found, is_counted)
+            had_gradients = found[0]
+            info = self._advance_on_host(scale, found, is_whole and had_gradients and new_scale is None)
         if new_scale is not None:
             info = info._replace(loss_scale_after=self._set_scale(new_scale))
-        info.had_gradients = has_flags
-        return self._with_optimizers(info, records, is_whole)
+        by_optimizer: dict[int, Any] = {}
+        for key, record in records.items():
+            if record["stage"] is STEPPED:
+                applied = record["applied"] if "applied" in record else self._applied_by_kernel(record, info)
+            elif record["stage"] is UNSCALED and is_whole:
+                applied = False
+            else:
+                continue
+            by_optimizer[key] = applied
+            if applied is False and info.applied is not False:
+                info = info._replace(applied=False)
+        info.by_optimizer, info.had_gradients = by_optimizer, had_gradients
+        return info
 
     def _advance_on_host(self, scale: float, found: _state.Found, is_counted: bool) -> StepInfo:
         before, tracker = self._state, self._growth_tracker
         if tracker is not None:
             if not tracker.is_cpu:
                 self._growth_tracker = tracker = tracker.cpu()  # from here on the host counts
-            if before[0] != scale or before[1] != tracker.item():  # other code has written to torch's tensors
-                before = before._make((np.float32(scale), np.int32(tracker.item()), *before[2:]))
+            count = tracker.item()
+            if before[0] != scale or before[1] != count:  # other code has written to torch's tensors
+                before = before._make((np.float32(scale), np.int32(count), *before[2:]))
         self._state, info = _state.advance_on_host(self.policy, before, found, is_counted)
         if self._state[1] is not before[1]:
             tracker.fill_(self._state[1].item())
@@ -529,34 +538,22 @@ class GradScaler(torch.amp.GradScaler):
             self._known_scale = self._scale._version, info[2]
         return info
 
-    def _advance_on_device(self, records: dict[int, Any], is_counted: bool, is_recorded: bool) -> StepInfo:
+    def _advance_on_device(self, records: dict[int, Any], is_counted: bool) -> StepInfo:
         if not isinstance(self._state, OnDevice):
             state = OnDevice(self._state, self.policy, self._scale.device)
             self._growth_tracker = moved(self._growth_tracker, self._scale.device)
             self._state = state
             self._keep_tracker_reachable()
-        if is_recorded:
+        if _state.is_being_recorded():
             self._is_fused = self._state.is_recorded = True
-        return _state.advance_on_device(self.policy, self._state, self._tensors(), records.values(), is_counted)
-
-    def _with_optimizers(self, info: StepInfo, records: dict[int, Any], is_whole: bool) -> StepInfo:
-        """Return the outcome with that of each optimizer."""
-        applied: dict[int, Any] = {}
-        for key, record in records.items():
-            if record["stage"] is STEPPED:
-                applied[key] = record["applied"] if "applied" in record else self._applied_by_kernel(record, info)
-            elif record["stage"] is UNSCALED and is_whole:
-                applied[key] = False
-            if applied.get(key) is False and info.applied is not False:
-                info = info._replace(applied=False)
-        info.by_optimizer = applied
-        return info
+        tensors = self._state.tensors(self._scale, self._growth_tracker)
+        return _state.advance_on_device(self.policy, self._state, tensors, records.values(), is_counted)
 
     def _applied_by_kernel(self, record: dict[str, Any], info: StepInfo) -> Any:
         """Return whether a kernel, or a subclass, has stepped, which decide by the flags of a record."""
-        found = None if _state.is_being_recorded() else _state.found_on_host([record])
+        found = _state.found_on_host([record])
         if found is not None:
-            return not (found[0] or found[1])
+            return not (found[1] or found[2])
         if len(self._per_optimizer_states) == 1:
             return info.applied
         return _state.combined(record["found_inf_per_device"].values(), self._scale.device) == 0.0
@@ -618,15 +615,12 @@ class GradScaler(torch.amp.GradScaler):
 
     # Where the state is.
 
-    @property
-    def _scale(self) -> Any:
-        """The loss scale in torch's own tensor: float32, shape `()`, or None before the first loss."""
-        return self._scale_tensor
-
-    @_scale.setter
-    def _scale(self, value: Any) -> None:
+    def _replace_scale(self, value: Any) -> None:
         self._scale_tensor = None if value is None else value.detach().float().reshape(())
         self._known_scale = None
+
+    # The loss scale in torch's own tensor: float32, shape `()`, or None before the first loss.
+    _scale = property(operator.attrgetter("_scale_tensor"), _replace_scale)
 
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
@@ -653,10 +647,6 @@ class GradScaler(torch.amp.GradScaler):
             return cast(float, scale.item())
         known = self._known_scale
         return known[1] if known is not None and known[0] == scale._version else None
-
-    def _tensors(self) -> Any:
-        """Return the state on its device."""
-        return self._state.tensors(self._scale, self._growth_tracker)
 
     def _state_on_host(self) -> Any:
         """Return the policy's state as host scalars. Waits for a device whose numbers the host does not know."""

@@ -27,26 +27,28 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 _LARGEST_COUNT = 2**31 - 1
 _WITH_UPDATE_KERNEL = ("cpu", "cuda", "mps", "xpu")
 
-Found = tuple[bool, bool, bool]
-"""Whether a gradient overflowed, a hook vetoed the step, and the veto is that of a guard."""
+Found = tuple[bool, bool, bool, bool]
+"""Whether there were gradients, one of them overflowed, a hook vetoed the step, and the veto is that of a guard."""
 
 
 # The flags of a step.
 
 
 def found_on_host(records: Iterable[dict[str, Any]]) -> Found | None:
-    """Return what the flags say, or None if one of them is on a device."""
-    overflowed = vetoed = spiked = False
+    """Return what the flags say, or None if one of them is on a device, or this code is recorded."""
+    if is_being_recorded():
+        return None
+    had_gradients = overflowed = vetoed = spiked = False
     for record in records:
         for key, flag in record["found_inf_per_device"].items():
             if not flag.is_cpu:
                 return None
-            if flag.item() != 0.0:  # NaN is not, either
-                if type(key) is not str:
-                    overflowed = True
-                else:
-                    vetoed, spiked = True, spiked or key == SPIKE
-    return overflowed, vetoed, spiked and not overflowed
+            is_set = flag.item() != 0.0  # NaN is not 0.0, either
+            if type(key) is not str:
+                had_gradients, overflowed = True, overflowed or is_set
+            elif is_set:
+                vetoed, spiked = True, spiked or key == SPIKE
+    return had_gradients, overflowed, vetoed, spiked and not overflowed
 
 
 def read(tensors: list[Tensor], device: torch.device) -> list[float]:
@@ -73,7 +75,7 @@ def combined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def advance_on_host(policy: Any, state: Any, found: Found, is_counted: bool) -> tuple[Any, StepInfo]:
     """Return the state after a step, host scalars, and the outcome in plain numbers."""
-    overflowed, vetoed, spiked = found
+    _, overflowed, vetoed, spiked = found
     used = after_scale = state[0].item()
     is_applied = not (overflowed or vetoed)
     if not is_counted or (vetoed and not overflowed):

@@ -398,8 +398,11 @@ class Watch(Hook):
         if has_bad_loss and not self._has_logged_loss:
             self._has_logged_loss = True
             log_warning("bad_loss", BAD_LOSS)
-        self._count_without_gradients(scaler, info)
-        limit = BaseScaling.of(scaler.policy).max_overflow_streak
+        has_stepped = not info.had_gradients and any(each is not False for each in (info.by_optimizer or {}).values())
+        self.without_gradients = self.without_gradients + 1 if has_stepped else 0
+        if self.without_gradients == _MANY:
+            log_warning("no_gradients", _NO_GRADIENTS)
+        limit = getattr(scaler.policy, "max_overflow_streak", None)  # a policy from elsewhere has none
         self._left -= 1
         if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
             return
@@ -424,12 +427,6 @@ class Watch(Hook):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Count the tries of the steps from here on."""
         self.retries = 0
-
-    def _count_without_gradients(self, scaler: Any, info: StepInfo) -> None:
-        stepped = any(applied is not False for applied in (info.by_optimizer or {}).values())
-        self.without_gradients = self.without_gradients + 1 if stepped and not info.had_gradients else 0
-        if self.without_gradients == _MANY:
-            log_warning("no_gradients", _NO_GRADIENTS)
 
 
 def total_norm(optimizers: list[Any], device: torch.device) -> Tensor:
