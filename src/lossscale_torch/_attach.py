@@ -118,9 +118,9 @@ def attached_with(scale: Tensor) -> Iterator[None]:
 def _scale_of(scaler: Any, loss: Tensor) -> Tensor:
     if not scaler._enabled:
         return torch.ones((), device=loss.device)
-    if scaler._scale is None:
+    if scaler._scale_tensor is None:  # the property cannot be compiled
         _place(scaler, loss.device)
-    scale: Tensor = scaler._scale
+    scale: Tensor = scaler._scale_tensor
     return scale
 
 

@@ -159,8 +159,7 @@ class _Tries(Hook):
         if self._leave() and not self.applied:
             for copy in self.copies:
                 copy.put_back()
-        if self.scaler._per_optimizer_states or self.scaler._has_loss:
-            self.scaler._end_step(None)
+        self.scaler._abandon()
 
     def tell(self) -> None:
         """Let the watch see the outcome."""

@@ -16,8 +16,11 @@ from lossscale_torch._state import UNSCALED, combined, is_being_recorded
 _SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a part of the norm
 
 
-def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float) -> Tensor:
-    """Unscale and clip; return the norm before clipping."""
+def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float, is_guarded: bool = False) -> Tensor:
+    """Unscale and clip; return the norm before clipping.
+
+    For a guarded optimizer a norm is finite if the gradients are, and a fused one clips by its own kernel.
+    """
     if not optimizers:
         raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
     max_norm, norm_type = _max_norm(max_norm), float(norm_type)
@@ -26,7 +29,9 @@ def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float) ->
     records = [*map(scaler._open, optimizers, ["unscale_and_clip_"] * len(optimizers))]
     is_open = ["was_applied" not in record for record in records]  # in an earlier try of this step
     optimizers, records = [*itertools.compress(optimizers, is_open)], [*itertools.compress(records, is_open)]
-    norm = _clip_in_one_read(scaler, optimizers, records, max_norm, norm_type) if scaler._unscales_as_torch() else None
+    norm = None
+    if scaler._unscales_as_torch():
+        norm = _clip_in_one_read(scaler, optimizers, records, max_norm, norm_type, is_guarded)
     if norm is None:
         norm = _clip_in_two_passes(scaler, optimizers, records, max_norm, norm_type)
         for record in records:
@@ -35,7 +40,9 @@ def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float) ->
 
 
 @torch.no_grad()
-def _clip_in_one_read(scaler: Any, optimizers: list[Any], records: Any, max_norm: float, order: float) -> Tensor | None:
+def _clip_in_one_read(
+    scaler: Any, optimizers: list[Any], records: Any, max_norm: float, order: float, is_guarded: bool
+) -> Tensor | None:
     """Return None, and change nothing, where the norm does not show whether the gradients are finite."""
     gradients = Gradients(optimizers, scaler._half_gradients)  # raises errors before a gradient is unscaled
     groups = groups_of(optimizers)
@@ -58,15 +65,23 @@ def _clip_in_one_read(scaler: Any, optimizers: list[Any], records: Any, max_norm
         norm, flag, factor = _factor_on_device(scaled / scale, scale, max_norm)
     else:
         (value,) = scaler._read([], scaled)  # the one wait of a step
-        loss_scale = scaler._scale_on_host()
+        loss_scale, is_exact = scaler._scale_on_host(), is_wide and not is_double
+        if is_guarded and not is_wide and not _SMALL <= value < math.inf:
+            is_exact = math.isnan(value)
+            if not is_exact and device.type in HAVE_FLOAT64:
+                (value,), is_exact = scaler._read([], gradients.wide_norm(order, device)), True
         is_finite = math.isfinite(value)
-        if not (is_finite and value >= _SMALL) and (is_double or not is_wide):
+        if not (is_finite and value >= _SMALL) and not is_exact:
             return None
         value /= loss_scale
         norm, flag = torch.full_like(scale, value, dtype=scaled.dtype), torch.tensor(float(not is_finite))
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         factor = min(1.0, max_norm / (value + 1e-6)) / loss_scale if is_finite else 1.0
-    gradients.multiply_(factor)
+    is_left_to_kernel = is_guarded and kind_of(optimizers[0]) is Fused
+    if is_left_to_kernel:
+        records[0]["factor"] = torch.as_tensor(1.0 / factor, dtype=torch.float32)
+    elif isinstance(factor, Tensor) or factor != 1.0:
+        gradients.multiply_(factor)
     norm = norm if is_double else norm.float()
     for optimizer, record in zip(optimizers, records, strict=True):
         if groups or [param for param in params_of(optimizer) if param.grad is not None]:

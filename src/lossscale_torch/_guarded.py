@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from lossscale_core import SpikeGuard
-from lossscale_core.adapters import check_guard, check_setting
+from lossscale_core.adapters import check_setting
 from lossscale_core.errors import CallOrderError, OverflowStreakError
-from lossscale_torch._gradients import HAVE_FLOAT64, Gradients
-from lossscale_torch._optimizers import Fused, Legacy, kind_of, step_with_flag
-from lossscale_torch._ranks import reduce_max, require_member
+from lossscale_torch._clip import clip
+from lossscale_torch._gradients import params_of
+from lossscale_torch._optimizers import Legacy, kind_of
+from lossscale_torch._ranks import require_member
+from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
-from lossscale_torch.hooks import Guard, total_norm
+from lossscale_torch.hooks import Guard
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -67,96 +69,59 @@ def guarded(
         CallOrderError: For an optimizer that is guarded already; from `step`, if it is also given to a scaler.
         OverflowStreakError: From `step`, at `max_streak`, and at the `max_streak` of the guard.
     """
-    if hasattr(optimizer, "_lossscale_judge"):
+    if hasattr(optimizer, "_lossscale"):
         raise CallOrderError(f"this {type(optimizer).__name__} is guarded already; call guarded() once")
     if reason := _unfit(optimizer):
         raise TypeError(f"guarded() was given {type(optimizer).__name__}, which {reason}")
-    check_guard(guard)
-    require_member(process_group)
-    judge = _Judge()
-    judge.max_norm = None if max_norm is None else check_setting("max_norm", max_norm)
-    judge.guard = None if guard is None else Guard(guard)
-    judge.max_streak = check_setting("max_overflow_streak", max_streak)
-    judge.process_group, judge.is_fused = process_group, kind_of(optimizer) is Fused
-    vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
     made: Any = optimizer
-    made._lossscale_judge, made.last_step = judge, None
+    scaler = _Step(guard, max_norm, max_streak, process_group)
+    vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
+    made._lossscale, made.last_step = scaler, None
     made.__class__ = _guarded_class(made.__class__)
     return optimizer
 
 
-class _Judge:
-    """The settings of a guarded optimizer, and the bad steps in a row."""
+class _Step(GradScaler):
+    """The step of a guarded optimizer: that of a scaler without scaling."""
 
-    max_norm: float | None
-    guard: Guard | None
-    max_streak: int | None
-    process_group: Any
-    is_fused: bool
-    streak: Any = 0
-    steps = 0
+    def __init__(self, guard: SpikeGuard | None, max_norm: Any, max_streak: Any, process_group: Any) -> None:
+        require_member(process_group)
+        super().__init__("cpu", policy="none", guard=guard, half_gradients=True, process_group=process_group)
+        self.max_norm = math.inf if max_norm is None else check_setting("max_norm", max_norm)
+        self.max_streak, self.steps = check_setting("max_overflow_streak", max_streak), 0
+        self.can_be_copied = process_group is None
 
-    def step(self, optimizer: Any, step: Callable[[], Any]) -> StepInfo:
+    def take(self, optimizer: Any, inner: dict[str, Any]) -> StepInfo:
         """Take a step or skip it; return the outcome."""
-        gradients = Gradients([optimizer])
-        device = next((bucket[0].device for bucket in gradients.buckets), torch.device("cpu"))
-        norm = total_norm([optimizer], device) if gradients.are_sharded else gradients.norm(2.0, device)
-        if self.is_fused and not norm.is_cpu:
-            return self._step_on_device(optimizer, step, norm)
-        value = norm.item()
-        if not math.isfinite(value) and not gradients.are_sharded and device.type in HAVE_FLOAT64:
-            value = gradients.wide_norm(2.0, device).item()  # squares of finite numbers may leave float32
-        is_bad = not math.isfinite(value)
-        spiked = self.guard is not None and not is_bad and bool(self.guard.veto(optimizer, norm, value))
-        if self.process_group is not None:
-            is_bad, spiked = map(bool, self._combined(torch.tensor([is_bad, spiked]).to(device)).tolist())
-        factor = 1.0 if self.max_norm is None or is_bad else min(1.0, self.max_norm / (value + 1e-6))
-        if self.is_fused:
-            flag = torch.tensor(float(is_bad or spiked))
-            step_with_flag(step, optimizer, flag, None if factor == 1.0 else torch.tensor(1.0 / factor))
-        elif not (is_bad or spiked):
-            if factor < 1.0:
-                gradients.multiply_(factor)
-            step()
-        self.streak = self.streak + 1 if is_bad else self.streak if spiked else 0
-        return StepInfo(not (is_bad or spiked), 1.0, 1.0, self.streak, is_bad, spiked)
+        try:
+            self._abandon()  # what an interrupted step has left
+            self.place_on(next((p.grad.device for p in params_of(optimizer) if p.grad is not None), "cpu"))
+            clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
+            self.step(optimizer, _inner=inner)
+            return self.update()
+        finally:
+            self._abandon()
 
-    def _step_on_device(self, optimizer: Any, step: Callable[[], Any], norm: Tensor) -> StepInfo:
-        """Let a fused optimizer's kernel skip and clip; nothing is read."""
-        is_bad = ~torch.isfinite(norm)
-        spiked = self.guard.veto(optimizer, norm, None).bool() & ~is_bad if self.guard is not None else is_bad & ~is_bad
-        if self.process_group is not None:
-            is_bad, spiked = self._combined(torch.stack([is_bad, spiked])).unbind()
-        factor = None
-        if self.max_norm is not None:
-            factor = torch.where(is_bad, 1.0, ((norm + 1e-6) / self.max_norm).clamp(min=1.0)).float()
-        step_with_flag(step, optimizer, (is_bad | spiked).float(), factor)
-        streak = torch.as_tensor(self.streak, dtype=torch.int32, device=norm.device)
-        self.streak = torch.where(is_bad, streak + 1, torch.where(spiked, streak, 0))
-        return StepInfo(~(is_bad | spiked), 1.0, 1.0, self.streak, is_bad, spiked)
-
-    def _combined(self, flags: Tensor) -> Tensor:
-        found = flags.float()
-        reduce_max(found, [self.process_group])
-        return found.bool()
-
-    def require_no_streak(self) -> None:
-        """Raise an error at the limit of bad steps or spikes; a streak on a device is read once in as many steps."""
+    def require_no_streak(self, info: StepInfo) -> None:
+        """Raise an error at the limit of bad steps; a streak on a device is read once in as many steps."""
         self.steps += 1
-        limit = self.max_streak
-        is_due = limit is not None and (not isinstance(self.streak, Tensor) or self.steps % limit == 0)
-        if limit is not None and is_due and int(self.streak) >= limit:
+        limit, streak = self.max_streak, info.overflow_streak
+        if limit is None or (isinstance(streak, Tensor) and self.steps % limit):
+            return
+        if int(streak) >= limit:
             raise OverflowStreakError(
-                f"{int(self.streak)} steps in a row had gradients that are NaN or infinite, which reaches "
+                f"{int(streak)} steps in a row had gradients that are NaN or infinite, which reaches "
                 f"max_streak={limit}; look at the loss, the learning rate and the data"
             )
-        if self.guard is not None:
-            self.guard.require_no_streak()
+
+    def guard_state(self) -> dict[str, Any]:
+        """Return the entry of the guard in a state dict, if there is one."""
+        return {name: value for name, value in self.state_dict().items() if name == "guard"}
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not None:
+        if not self.can_be_copied:
             raise TypeError("an optimizer that is guarded with process_group= has no copy; guard the copy")
-        return vars(self)
+        return super().__getstate__()
 
 
 @functools.cache
@@ -167,9 +132,13 @@ def _guarded_class(kind: Any) -> Any:
         __doc__, __module__ = kind.__doc__, kind.__module__
 
         @not_compiled
-        def step(self, closure: Callable[[], Any] | None = None, **settings: Any) -> Any:
+        def step(
+            self, closure: Callable[[], Any] | None = None, *, _inner: dict[str, Any] | None = None, **settings: Any
+        ) -> Any:
             """Step if the gradients are good; return what the closure returned."""
-            if hasattr(self, "found_inf"):
+            if _inner is not None:  # by the scaler, which has found them good, or leaves it to the kernel
+                return super().step(**_inner)
+            if hasattr(self, "found_inf") and not hasattr(self.found_inf, "is_left_over"):
                 raise CallOrderError(
                     "a guarded optimizer was given to a scaler, which skips bad steps by itself; use one of the two"
                 )
@@ -179,8 +148,8 @@ def _guarded_class(kind: Any) -> Any:
                 with torch.enable_grad():
                     loss = closure()
                 settings["closure"] = lambda: loss
-            self.last_step = self._lossscale_judge.step(self, functools.partial(super().step, **settings))
-            self._lossscale_judge.require_no_streak()
+            self.last_step = self._lossscale.take(self, settings)
+            self._lossscale.require_no_streak(self.last_step)
             return loss
 
         # A scheduler wraps a step without this mark, and torch one that does not call hooks: the inner step does.
@@ -188,18 +157,17 @@ def _guarded_class(kind: Any) -> Any:
 
         def state_dict(self) -> dict[str, Any]:
             """Return the optimizer's entries, and the guard's."""
-            entries: dict[str, Any] = super().state_dict()
-            guard = self._lossscale_judge.guard
-            return entries if guard is None else {**entries, **guard.state_dict()}
+            return {**super().state_dict(), **self._lossscale.guard_state()}
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             """Continue with the optimizer's entries, and the guard's if there are any."""
             super().load_state_dict({name: value for name, value in state_dict.items() if name != "guard"})
-            if self._lossscale_judge.guard is not None:
-                self._lossscale_judge.guard.load_state_dict(state_dict)
+            for hook in self._lossscale._hooks:
+                if isinstance(hook, Guard):
+                    hook.load_state_dict(state_dict)
 
         def __getstate__(self) -> dict[str, Any]:
-            return {**super().__getstate__(), "_lossscale_judge": self._lossscale_judge, "last_step": None}
+            return {**super().__getstate__(), "_lossscale": self._lossscale, "last_step": None}
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _new_guarded, (kind,), self.__getstate__()

@@ -43,7 +43,8 @@ class Fused:
         A factor that the user has set before is multiplied in.
         """
         scale = scaler._scale
-        factor = scale.clone() if record["stage"] is READY else None  # an optimizer may write to it
+        # An optimizer may write to it. A clip may have left its own to the kernel.
+        factor = scale.clone() if record["stage"] is READY else record.get("factor")
         # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
         preset = getattr(optimizer, "grad_scale", None) if getattr(optimizer, "found_inf", None) is None else None
         if preset is not None:
@@ -56,6 +57,8 @@ def step_with_flag(step: Any, optimizer: Any, found: Tensor, factor: Tensor | No
     """Call a fused optimizer's `step`, which divides gradients by a factor, and changes nothing at a flag of 1.0."""
     states = getattr(optimizer, "state", {})
     known = len(states)
+    flag: Any = found
+    flag.is_left_over = True  # if it is there before the next step, which an interrupted one began
     try:
         # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
         optimizer.found_inf, optimizer.grad_scale = found, factor

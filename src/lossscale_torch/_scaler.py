@@ -328,9 +328,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return self._end_disabled()
-        records, has_begun = self._per_optimizer_states, False
+        records, has_begun, has_read = self._per_optimizer_states, False, False
         for record in records.values():
             has_begun = has_begun or record["stage"] is not READY or bool(record["found_inf_per_device"])
+            has_read = has_read or record.get("kind") is Plain
         if self._scale is None and (new_scale is not None or not has_begun):
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
@@ -340,7 +341,7 @@ class GradScaler(torch.amp.GradScaler):
         is_whole = end_of_step or self._updates + 1 >= self._updates_per_step
         info = None
         try:
-            info = self.last_step = self._decide(records, new_scale, is_whole)
+            info = self.last_step = self._decide(records, has_read, new_scale, is_whole)
             self._updates += 1
         finally:
             if is_whole or info is None:
@@ -413,7 +414,7 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker(caller)
         if not (self._has_loss or self._is_told or self.last_step is None):
             self._tell_of_no_loss(depth=5 if caller == "unscale_and_clip_" else 4)
-        if hasattr(optimizer, "_lossscale_judge"):
+        if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
                 f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
                 "either the scaler or guarded(), which both skip bad steps"
@@ -487,14 +488,14 @@ class GradScaler(torch.amp.GradScaler):
             self._state = self._state_on_host()
         return values[: len(numbers)]
 
-    def _decide(self, records: dict[int, Any], new_scale: float | Tensor | None, is_whole: bool) -> StepInfo:
+    def _decide(self, records: dict[int, Any], has_read: bool, new_scale: Any, is_whole: bool) -> StepInfo:
         """Let the policy move the scale by the flags of the step, and return the outcome.
 
-        On the host where it knows all flags or may wait for them, as it did in the step of an ordinary optimizer; else
+        On the host where it knows all flags, or `has_read` those of an ordinary optimizer and may read the others; else
         on the device.
         """
-        found = _state.found_on_host(records.values())
-        if found is None and any(each.get("kind") is Plain for each in records.values()):
+        found = None if _state.is_being_recorded() and not has_read else _state.found_on_host(records.values())
+        if found is None and has_read:
             self._read(records.values())
             found = _state.found_on_host(records.values())
         scale = None if found is None or isinstance(self._state, OnDevice) else self._scale_on_host()
@@ -551,7 +552,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _applied_by_kernel(self, record: dict[str, Any], info: StepInfo) -> Any:
         """Return whether a kernel, or a subclass, has stepped, which decide by the flags of a record."""
-        found = _state.found_on_host([record])
+        found = None if _state.is_being_recorded() else _state.found_on_host([record])
         if found is not None:
             return not (found[1] or found[2])
         if len(self._per_optimizer_states) == 1:
@@ -607,6 +608,11 @@ class GradScaler(torch.amp.GradScaler):
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if errors:
             raise errors[0]
+
+    def _abandon(self) -> None:
+        """End a step that was left before its `update`, if there is one; hooks undo what they can."""
+        if self._per_optimizer_states or self._has_loss:
+            self._end_step(None)
 
     def _are_losses_finite(self) -> bool:
         """Return whether the losses that were scaled in this step are finite. Synchronises with the host, once."""

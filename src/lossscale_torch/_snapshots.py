@@ -18,6 +18,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._entries: list[tuple[Module, str, Tensor, Tensor]] = []
+        self._absent: list[tuple[Module, str]] = []
         self._found: list[tuple[Module, str, Tensor]] = []
         self._keys: list[Any] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -30,6 +31,9 @@ class Buffers:
             for module in root.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and not is_lazy(buffer)
+        ]
+        self._absent = [
+            (module, name) for module in root.modules() for name, buffer in module._buffers.items() if buffer is None
         ]
         keys = [(id(module), name, id(buffer), buffer.shape) for module, name, buffer in found]
         if keys != self._keys:
@@ -49,6 +53,7 @@ class Buffers:
         for module, name, buffer, before in self._entries:
             module._buffers[name] = buffer
             buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
+        self._remove_new()
 
     @torch.no_grad()
     def put_back_unless(self, is_applied: bool | Tensor) -> None:
@@ -63,6 +68,14 @@ class Buffers:
             elif not is_applied:
                 module._buffers[name] = buffer
                 buffer.data.copy_(before)
+        if is_applied is False:
+            self._remove_new()
+
+    def _remove_new(self) -> None:
+        """Make the buffers None again that were None before, unless they are caches."""
+        for module, name in self._absent:
+            if name not in module._non_persistent_buffers_set:
+                module._buffers[name] = None
 
 
 def random_states() -> Callable[[], None]:

@@ -38,6 +38,7 @@ ATTRIBUTES = {  # of the object that each function makes
     "_non_persistent_buffers_set": torch.nn.Module,
     "_post_accumulate_grad_hooks": lambda: torch.ones((), requires_grad=True),
     "_version": lambda: torch.ones(()),
+    "_is_view": lambda: torch.ones(()),
     "_sequence_nr": lambda: torch.ones((), requires_grad=True).exp().grad_fn,
     "_check_scale_growth_tracker": lambda: torch.amp.GradScaler("cpu"),
     "_device": lambda: torch.amp.GradScaler("cpu"),
@@ -45,7 +46,7 @@ ATTRIBUTES = {  # of the object that each function makes
     "_step_supports_amp_scaling": lambda: torch.optim.SGD([torch.ones(())], fused=True),
 }
 WRITTEN = {"_torchdynamo_disable", "_wrapped_by_lr_sched"}  # Dynamo and schedulers read them
-OWN = {"_lossscale", "_lossscale_judge", "_scaled_by"}  # set on modules, optimizers and losses
+OWN = {"_lossscale", "_scaled_by"}  # set on modules, optimizers and losses
 # a text, a module, a type variable, of NamedTuples
 OTHERS = {"_", "_C", "_Function", "_asdict", "_fields", "_make", "_replace"}
 
