@@ -402,7 +402,7 @@ class Watch(Hook):
         self.without_gradients = self.without_gradients + 1 if has_stepped else 0
         if self.without_gradients == _MANY:
             log_warning("no_gradients", _NO_GRADIENTS)
-        limit = getattr(scaler.policy, "max_overflow_streak", None)  # a policy from elsewhere has none
+        limit = BaseScaling.of(scaler.policy).max_overflow_streak
         self._left -= 1
         if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
             return
