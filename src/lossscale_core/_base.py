@@ -39,15 +39,15 @@ class ScalingPolicy(Protocol[StateT]):
 
 
 KINDS: dict[str, type["BaseScaling"]] = {}
-"""The policy classes by their kind; configs and the test strategies use this table."""
+"""The policy classes by their kind; configs use this table."""
 
 
 class BaseScaling:
     """Base of the policies, with a default for every member beyond those of `ScalingPolicy`.
 
     A policy of your own needs `init_state` and `update` only, and no base class. It may derive from this class as a
-    frozen dataclass with a `kind` of its own. Then the library also reads and writes it as a dict or file, saves it in
-    checkpoints and generates it in `lossscale_core.testing.policies`. The fields are the settings, each a `float`,
+    frozen dataclass with a `kind` of its own. Then the library also reads and writes it as a dict or file, and saves it
+    in checkpoints. The fields are the settings, each a `float`,
     `int` or `bool`. A field that has the name of a setting of the library's policies follows the same rule.
     """
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lossscale import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.testing import overflow_traces
+from tests.strategies import overflow_traces
 from tests.sweeping import few_examples
 
 SCALES = st.integers(0, 30).map(lambda power: 2.0**power)

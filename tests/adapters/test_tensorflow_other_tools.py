@@ -12,8 +12,8 @@ import lossscale_tf
 from lossscale import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import PolicyError
-from lossscale_core.testing import overflow_traces
 from lossscale_tf import v1
+from tests.strategies import overflow_traces
 
 SCALES = st.integers(2, 20).map(lambda power: 2.0**power)
 pytestmark = pytest.mark.filterwarnings("default")

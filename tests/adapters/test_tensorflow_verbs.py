@@ -1,12 +1,13 @@
 """The five verbs over nested structures: values, dtypes, sparse gradients, eager, in graphs and under XLA."""
 
 from tests.adapters.tensorflow_devices import EACH_MODE_AND_XLA, STRATEGY  # noqa: I001
+from tests.strategies import overflow_traces, policies
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given
 
-from lossscale_core.testing import overflow_traces, policies, simulate
+from lossscale_core.testing import simulate
 from lossscale_tf import all_finite, init_state, overflow_report, select, unscale
 from tests.sweeping import few_examples
 

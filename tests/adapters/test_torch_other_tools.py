@@ -16,8 +16,8 @@ import lossscale_torch
 from lossscale import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import PolicyError
-from lossscale_core.testing import overflow_traces
 from tests.command.commanding import run
+from tests.strategies import overflow_traces
 
 CONFIGS = st.fixed_dictionaries(
     {"growth_interval": st.integers(-1, 6)},

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, state_from_dict, state_to_dict
-from lossscale_core.testing import overflow_traces, policies
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
+from tests.strategies import overflow_traces, policies
 from tests.sweeping import few_examples
 
 INF = float("inf")

@@ -14,10 +14,11 @@ from lossscale.other_tools import tools_of_checkpoint
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, state_from_dict, state_to_dict
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import CheckpointError, PolicyError
-from lossscale_core.testing import overflow_traces, simulate
+from lossscale_core.testing import simulate
 from tests.command.tool_models import DRAWN, PLACED
 from tests.core.own_policies import AdditiveScaling
 from tests.core.test_tool_runs import RUNS
+from tests.strategies import overflow_traces
 
 TOOL_OF_RUN = {run: record["tool"] for run, record in RUNS.items() if "tool" in record}
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from lossscale_core import BaseScaling, DynamicScaling, FixedScaling, NoScaling, ScaleState, one_more, select
-from lossscale_core.testing import check_policy, policies
+from lossscale_core.testing import check_policy
 from tests.core.own_policies import policy_of_the_docs
+from tests.strategies import policies
 from tests.sweeping import IS_SWEEP
 
 RULE = DynamicScaling(growth_interval=3)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, FixedScaling, init_state, state_from_dict, state_to_dict
 from lossscale_core.errors import CheckpointError, CheckpointWarning
-from lossscale_core.testing import overflow_traces, policies
 from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling
+from tests.strategies import overflow_traces, policies
 
 SAVED = state_to_dict(DynamicScaling().init_state())
 

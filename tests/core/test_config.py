@@ -16,8 +16,8 @@ from lossscale_core import (
     policy_to_dict,
 )
 from lossscale_core.errors import PolicyError
-from lossscale_core.testing import policies
 from tests.core.own_policies import BareAdditiveScaling
+from tests.strategies import policies
 
 
 @given(policies())

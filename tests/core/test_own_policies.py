@@ -20,8 +20,9 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.errors import PolicyError
-from lossscale_core.testing import overflow_traces, policies, simulate
+from lossscale_core.testing import simulate
 from tests.core.own_policies import AdditiveScaling, AdditiveState, BareAdditiveScaling
+from tests.strategies import overflow_traces, policies
 
 RUN = [True, True, False, True, True, True, True]
 SCALES = [1024.0, 1088.0, 544.0, 544.0, 608.0, 608.0, 672.0]

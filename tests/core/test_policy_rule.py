@@ -11,7 +11,7 @@ from hypothesis import given
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import OverflowStreakError
-from lossscale_core.testing import overflow_traces, policies
+from tests.strategies import overflow_traces, policies
 
 
 class Model(NamedTuple):

@@ -1,23 +1,14 @@
 """The public way to unit-test a policy."""
 
 import itertools
-import sys
 import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import find
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState
-from lossscale_core.testing import (
-    LARGEST_NUMBER,
-    Trace,
-    overflow_traces,
-    policies,
-    simulate,
-    simulate_gradients,
-)
+from lossscale_core.testing import LARGEST_NUMBER, Trace, simulate, simulate_gradients
 
 
 def test_simulate_has_a_row_a_step_and_a_column_a_tracker():
@@ -59,10 +50,8 @@ def test_the_largest_numbers_are_those_of_the_dtypes():
     assert simulate_gradients(NoScaling(), [65504.0, 65505.0], np.float16).skipped.tolist() == [False, True]
 
 
-def test_unknown_kinds_and_text_are_refused():
-    """A kind that is none, and flags written as text, are answered at once."""
-    with pytest.raises(ValueError, match="'static' is not a kind"):
-        policies("static")
+def test_text_is_not_taken_for_flags():
+    """Flags written as text, or that are not 0 or 1, are answered at once."""
     with pytest.raises(TypeError, match="sequence of bools"):
         simulate("dynamic", "0010")
     for odd in (None, "x", float("nan"), 0.5):
@@ -83,20 +72,6 @@ def test_simulate_gradients_names_bad_input(maxima, dtype, words):
     """An unknown dtype or a wrong shape is answered with the remedy."""
     with pytest.raises(ValueError, match=words):
         simulate_gradients("dynamic", maxima, dtype)
-
-
-def test_traces_reach_growth_and_streaks():
-    """Runs of flags, not single coin tosses: long finite stretches and streaks both occur."""
-    find(overflow_traces(), lambda trace: len(trace) == 200)
-    find(overflow_traces(50), lambda trace: trace[:20] == [True] * 12 + [False] * 8)
-    assert len(find(overflow_traces(7), lambda trace: len(trace) > 5)) <= 7
-
-
-def test_strategies_without_hypothesis_say_what_to_install(monkeypatch):
-    """hypothesis is not a dependency of the package."""
-    monkeypatch.setitem(sys.modules, "hypothesis", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install hypothesis"):
-        policies()
 
 
 def test_a_long_run_takes_the_memory_of_its_trace():

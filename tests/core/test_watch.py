@@ -22,7 +22,7 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_overflow_streak
-from lossscale_core.testing import overflow_traces, policies
+from tests.strategies import overflow_traces, policies
 
 TORCHS = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
 LOGGER = logging.getLogger("lossscale")

@@ -27,15 +27,15 @@ PLAN = {
         _checkpoint: _base _config _guard _policy _settings _state errors _messages
         _report: _base _config _guard _settings _state errors _messages
         _step: _arrays _base _guard _state
-        testing: _base _config _guard _messages _policy _settings _state
+        testing: _base _config _guard _messages _settings _state
         adapters: _checkpoint _files _guard _messages _report _settings _state _step _tree
         __init__: _arrays _base _checkpoint _config _gradient_range _guard _policy _report _state adapters
             errors testing
     """,
     "lossscale_core.testing": """
-        _simulation _strategies loops:
+        _simulation loops:
         _check: _simulation
-        __init__: _check _simulation _strategies
+        __init__: _check _simulation
     """,
     "lossscale_torch": """
         _gradients _step_info _versions:

@@ -10,14 +10,11 @@ Import separately `lossscale_core.testing.loops`, which has what a check of trai
 
 from lossscale_core.testing._check import check_policy
 from lossscale_core.testing._simulation import LARGEST_NUMBER, Trace, simulate, simulate_gradients
-from lossscale_core.testing._strategies import overflow_traces, policies
 
 __all__ = [
     "LARGEST_NUMBER",
     "Trace",
     "check_policy",
-    "overflow_traces",
-    "policies",
     "simulate",
     "simulate_gradients",
 ]
