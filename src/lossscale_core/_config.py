@@ -1,7 +1,6 @@
 """Policies as plain dicts, TOML and JSON; a written policy is read back as an equal policy."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, TypeVar, overload
@@ -22,12 +21,7 @@ PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping
 PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
 
 _SUFFIXES = (".toml", ".json")
-# Of DeepSpeed's JSON and its table "fp16", and of apex.
-_OTHER_TOOLS = {"fp16", "loss_scale", "initial_scale_power", "loss_scale_window", "scale_window", "min_loss_scale"}
-_FROM_TOOL = (
-    "pass the config of another tool to lossscale.from_tool, as in from_tool('deepspeed', config), or its file to "
-    "`lossscale policy convert`"
-)
+_FROM_TOOL = "lossscale.from_tool reads the config of another tool, as in from_tool('deepspeed', config)"
 # Policies are frozen, so that all callers can have the same two.
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
@@ -73,8 +67,9 @@ def as_policy(source: Any) -> ScalingPolicy:
             f"{shown(source)} is a state and not a policy; pass its policy in this place, such as DynamicScaling(); "
             "diagnose, check_overflow_streak and ScaleWatch.log take the policy first"
         )
+    meant = nearest_name(source, _WITHOUT_SETTINGS)
     raise PolicyError(
-        f"{shown(source)} is not a loss-scaling policy; {_meant(source)}pass a policy such as DynamicScaling(), "
+        f"{shown(source)} is not a loss-scaling policy; {meant}pass a policy such as DynamicScaling(), "
         "'dynamic', 'none', a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"
     )
 
@@ -85,18 +80,6 @@ def _fixed(scale: Any) -> FixedScaling:
     except PolicyError as error:
         message = f"{shown(scale)} is not a loss-scaling policy: as a fixed scale, {error}, or 'dynamic'"
         raise PolicyError(message) from None
-
-
-def _meant(source: Any) -> str:
-    """Return the question whether another policy was meant, or an empty text."""
-    policy_type = KINDS.get(source) if isinstance(source, str) else source
-    if isinstance(policy_type, type) and issubclass(policy_type, BaseScaling):
-        return f"did you mean {policy_type.__name__}(...)? "
-    try:
-        number = float(source) if isinstance(source, str) else 0.0
-    except ValueError:
-        return nearest_name(source.lower(), _WITHOUT_SETTINGS)
-    return f"did you mean the number {number}? " if 0.0 < number < math.inf else ""
 
 
 def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any = None) -> ScaleState:
@@ -167,8 +150,9 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     if table := _table_of_policy(config):
         raise PolicyError(f"the keys are in the table {shown(table)}; write them without a table")
     if "kind" not in config:
-        hint = _FROM_TOOL if _OTHER_TOOLS & config.keys() else f"add kind = 'dynamic' ({_known(KINDS)})"
-        raise PolicyError(f"the policy's config has no 'kind', but {shown_names(config) or 'nothing'}; {hint}")
+        found = shown_names(config) or "nothing"
+        hint = f"add kind = 'dynamic' ({_known(KINDS)}); {_FROM_TOOL}"
+        raise PolicyError(f"the policy's config has no 'kind', but {found}; {hint}")
     kind = config["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
         raise PolicyError(
@@ -179,8 +163,7 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     values = {name: value for name, value in config.items() if name != "kind"}
     for name in values:
         if name not in fields:
-            hint = f"; {_FROM_TOOL}" if name in _OTHER_TOOLS else ""
-            raise PolicyError(unknown_name(name, f"a key of a {kind!r} policy", fields) + hint)
+            raise PolicyError(f"{unknown_name(name, f'a key of a {kind!r} policy', fields)}; {_FROM_TOOL}")
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in values:
             raise PolicyError(f"a {kind!r} policy needs {name}; add it, as in {name} = 1024.0")

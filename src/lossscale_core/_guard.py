@@ -13,7 +13,7 @@ import numpy as np
 
 from lossscale_core._arrays import HOST, Namespace, namespace
 from lossscale_core._messages import shown
-from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule, explain_settings
+from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule, explain_arguments
 from lossscale_core._state import Array, ArrayT_co, HostScalar, one_more
 from lossscale_core.errors import OverflowStreakError, PolicyError
 
@@ -55,7 +55,7 @@ class GuardState(NamedTuple, Generic[ArrayT_co]):
     """float32: the spikes in a row up to now."""
 
 
-@explain_settings
+@explain_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeGuard:
     """Skip a step if its gradient norm is far above the norms before it.

@@ -1,14 +1,13 @@
 """Values, names and numbers in messages: on one line, escaped, and short even for a large value."""
 
-import functools
-import inspect
 import math
 import reprlib
-from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
-    "explain_arguments",
     "nearest_name",
     "not_a_state",
     "require_flag",
@@ -16,10 +15,8 @@ __all__ = [
     "shown_names",
     "shown_number",
     "unknown_name",
+    "warn_caller",
 ]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _LONGEST = 500
 _LONGEST_NAME = 100
@@ -159,29 +156,19 @@ def require_flag(grads_finite: Any, call: str) -> None:
         )
 
 
-def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function with a `TypeError` that names the nearest argument to a misspelt one.
+def warn_caller(message: str, category: type[Warning] = UserWarning, *, packages: tuple[str, ...]) -> None:
+    """Warn at the line that called into a library, however many functions of the library are in between.
 
     Args:
-        function: A function, or the `__init__` of a class, without `**kwargs`.
-
-    Returns:
-        The function, with the same signature.
+        message: The text.
+        category: The type of the warning.
+        packages: The top-level packages of the library and of the frameworks that call it.
     """
-    owner = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            known = [name for name in inspect.signature(function).parameters if name != "self"]
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(unknown_name(name, f"an argument of {owner}", known)) from None
-            raise
-
-    return explained
+    # `warnings.warn` has `skip_file_prefixes` for this from Python 3.12 on.
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _name(name: Any) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
 from lossscale_core._messages import not_a_state, require_flag
-from lossscale_core._settings import SMALLEST_SCALE, explain_settings
+from lossscale_core._settings import SMALLEST_SCALE, explain_arguments
 from lossscale_core._state import Array, HostScalar, ScaleState, StateT, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
@@ -27,7 +27,7 @@ _Change: TypeAlias = Callable[[Any, Array, Namespace], Array]
 _UPDATE = "update(state, grads_finite)"
 
 
-@explain_settings
+@explain_arguments
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoScaling(BaseScaling):
     """Keep the loss scale at 1, and still skip the steps that overflow.
@@ -52,7 +52,7 @@ class NoScaling(BaseScaling):
         return after
 
 
-@explain_settings
+@explain_arguments
 @dataclasses.dataclass(frozen=True, slots=True)
 class FixedScaling(BaseScaling):
     """Keep the loss scale at `init_scale`, and skip the steps that overflow.
@@ -81,7 +81,7 @@ class FixedScaling(BaseScaling):
         return after
 
 
-@explain_settings
+@explain_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScaling(BaseScaling):
     """Raise the loss scale while gradients stay finite, and lower it when they overflow.

@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lossscale_core._messages import explain_arguments, shown
+from lossscale_core._messages import shown, unknown_name
 from lossscale_core.errors import PolicyError
 
-T = TypeVar("T")
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest loss scale of any policy; smaller scales are subnormal in float32 and lose bits."""
@@ -39,22 +40,8 @@ class Rule:
         # np.int64 and np.float32 are neither int nor float, and json could not write them.
         value = value.item() if isinstance(value, np.generic) else value
         if not self.accepts(value):
-            raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self._hint_for(value)}")
+            raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self.hint}")
         return self.type(value)
-
-    def _hint_for(self, value: Any) -> str:
-        """Return the hint for a value that breaks this rule: the value that was probably meant, or else the rule."""
-        if isinstance(value, str):
-            try:
-                return f"pass {self.validate('', float(value))} without quotes"
-            except (PolicyError, ValueError, OverflowError):
-                return self.hint
-        if self.type is int and isinstance(value, int | float):
-            if value > self.maximum:
-                return f"pass {self.maximum:.0f} for the largest count"
-            if self.minimum < value:
-                return f"pass {round(value)}"
-        return self.hint
 
     def accepts(self, value: Any) -> bool:
         """Return whether `value` has this type and range; `True` is not a number, and 2000.0 is a whole number."""
@@ -88,9 +75,7 @@ BACKOFF_FACTOR = Rule(
     minimum=SMALLEST_SCALE,
     maximum=1.0 - 2.0**-24,
 )
-COUNT = Rule(
-    int, "a whole number from 1 to 2**31 - 1", "pass 1 for the smallest count", minimum=1, maximum=LARGEST_COUNT
-)
+COUNT = Rule(int, "a whole number from 1 to 2**31 - 1", "pass an int such as 1", minimum=1, maximum=LARGEST_COUNT)
 COUNT_OR_ZERO = Rule(
     int, "a whole number from 0 to 2**31 - 1", "pass 0 to turn it off", minimum=0, maximum=LARGEST_COUNT
 )
@@ -184,7 +169,33 @@ def require_ordered_scales(settings: Mapping[str, Any]) -> None:
             )
 
 
-def explain_settings(cls: type[T]) -> type[T]:
-    """Return a dataclass with a `TypeError` that names the nearest setting to a misspelt one."""
-    cls.__init__ = explain_arguments(cls.__init__)  # type: ignore[method-assign]
-    return cls
+def explain_arguments(called: CallableT) -> CallableT:
+    """Let a misspelt argument raise a `TypeError` that names the nearest one, or the policy that has such a setting.
+
+    Args:
+        called: A dataclass, or a function without `**kwargs`, such as the `__init__` of a class.
+
+    Returns:
+        The class, or the function with the same signature.
+    """
+    if isinstance(called, type):
+        called.__init__ = explain_arguments(called.__init__)  # type: ignore[misc]
+        return called
+    owner = called.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(called)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return called(*args, **kwargs)
+        except TypeError:
+            known = [name for name in inspect.signature(called).parameters if name != "self"]
+            wrong = next((name for name in kwargs if name not in known), None)
+            if wrong is None:
+                raise
+            message = unknown_name(wrong, f"an argument of {owner}", known)
+            if wrong in RULES and "policy" in known:
+                settings = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items() if name in RULES)
+                message = f"{wrong} is a setting of a policy; write {owner}(..., policy=DynamicScaling({settings}))"
+            raise TypeError(message) from None
+
+    return cast(CallableT, explained)

@@ -8,15 +8,15 @@ from lossscale_core._checkpoint import guard_state_from_dict
 from lossscale_core._files import open_file, read_data, write_whole
 from lossscale_core._guard import check_guard, check_spike_streak
 from lossscale_core._messages import (
-    explain_arguments,
     require_flag,
     shown,
     shown_names,
     shown_number,
     unknown_name,
+    warn_caller,
 )
 from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak, log_warning
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, explain_arguments
 from lossscale_core._state import loss_scale_of
 from lossscale_core._step import clip_divisor, decide, norm_by_unit
 
@@ -45,6 +45,7 @@ __all__ = [
     "shown_number",
     "tree",
     "unknown_name",
+    "warn_caller",
     "write_whole",
 ]
 

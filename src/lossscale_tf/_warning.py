@@ -1,18 +1,12 @@
 """Warnings that point at the user's code, also when they are issued deep within TensorFlow."""
 
-import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from lossscale_core import BaseScaling, ScalingPolicy
+from lossscale_core import BaseScaling, ScalingPolicy, adapters
 from lossscale_core.adapters import shown_number
 from lossscale_core.errors import CheckpointWarning
-
-_LIBRARIES = tuple(str(Path(path).parent) for path in (__file__, keras.__file__, tf.__file__))
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
@@ -20,11 +14,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
     The number of frames in between varies: AutoGraph wraps public methods, and a replica's step runs in a callback.
     """
-    # `warnings.warn` has `skip_file_prefixes` for this from Python 3.12 on.
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    adapters.warn_caller(message, category, packages=("lossscale_tf", "lossscale_keras", "keras", "tensorflow"))
 
 
 def warn_if_resumed(policy: ScalingPolicy, state: Any, iterations: Any) -> None:

@@ -1,7 +1,6 @@
 """`attach`: a loss that the model computes inside its graph; its gradients take the loss scale in the backward pass."""
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lossscale_torch._gradients import is_dtensor, lifted
-from lossscale_torch._versions import not_compiled
+from lossscale_torch._versions import not_compiled, warn
 from lossscale_torch.hooks import Hook
 
 _INSTEAD: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", default=None)
@@ -75,11 +74,10 @@ class _Mark:
         self.has_run = True
         if self._scaler._enabled and not (self._scaler._has_loss or self._scaler._is_told):
             self._scaler._is_told = True
-            warnings.warn(
+            warn(
                 "an attached loss takes its loss scale from a scaler that has scaled no loss since its last update(), "
                 "so that its gradients may have another scale than the rest; pass the loss through scale() of the same "
                 "scaler, and in a model that was loaded, or beside a new scaler, set attach=scaler.attach again",
-                stacklevel=2,
             )
 
     def __del__(self) -> None:
@@ -95,10 +93,9 @@ class _Lost(Hook):
     def after_update(self, scaler: Any, info: object) -> None:
         if self.losses:
             self.losses = 0
-            warnings.warn(
+            warn(
                 "a loss was attached and got no backward pass, so it trains nothing; continue with what attach "
                 "returned, x = scaler.attach(x, aux_loss), and run an evaluation under torch.no_grad()",
-                stacklevel=4,  # past this function, `_end_step` and `update`
             )
 
     def __reduce__(self) -> Any:

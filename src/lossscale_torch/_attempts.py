@@ -1,6 +1,5 @@
 """`attempts`: a loop around a step that takes it again at the lower loss scale after an overflow."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
@@ -17,6 +16,7 @@ from lossscale_torch._gradients import params_of
 from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._state import STEPPED, read
 from lossscale_torch._step_info import StepInfo
+from lossscale_torch._versions import warn
 from lossscale_torch.hooks import Hook, SameOnRanks
 
 _SAVED: "WeakKeyDictionary[Any, dict[Module, Buffers]]" = WeakKeyDictionary()
@@ -189,4 +189,4 @@ def _give_up(attempt: Attempt, raise_at_end: bool) -> None:
     )
     if raise_at_end:
         raise RetriesExhaustedError(text)
-    warnings.warn(text, stacklevel=3)  # at the loop
+    warn(text)

@@ -1,13 +1,9 @@
 """The policy that the constructor or a checkpoint asks for, and saved states: torch's five keys beside the core's."""
 
-import dataclasses
-import functools
-import inspect
 import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
@@ -23,33 +19,13 @@ from lossscale_core import (
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_number
 from lossscale_core.errors import CheckpointError, PolicyError
 from lossscale_torch._state import is_being_recorded
+from lossscale_torch._versions import warn
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-P = ParamSpec("P")
-_SETTINGS = {field.name for field in dataclasses.fields(DynamicScaling)}
 _NEVER = 2**31 - 1
 _KINDS = ("none", "fixed", "dynamic")
 """The kinds of policies that torch's scaler can continue from the factors and the interval alone."""
-
-
-def settings_explained(init: Callable[P, None]) -> Callable[P, None]:
-    """Return the `__init__` of a scaler with a `TypeError` that shows where a policy's settings go."""
-    known = inspect.signature(init).parameters
-
-    @functools.wraps(init)
-    def explained(*args: P.args, **kwargs: P.kwargs) -> None:
-        wrong = {name: kwargs[name] for name in kwargs if name in _SETTINGS and name not in known}
-        if wrong:
-            settings = ", ".join(f"{name}={shown(value)}" for name, value in wrong.items())
-            device = shown(args[1] if len(args) > 1 else kwargs.get("device", "cuda"))
-            raise TypeError(
-                f"GradScaler has no argument {next(iter(wrong))}, which is a setting of a policy; write "
-                f"GradScaler({device}, policy=DynamicScaling({settings}))"
-            )
-        init(*args, **kwargs)
-
-    return explained
 
 
 def policy_of(policy: Any, torchs: dict[str, Any]) -> ScalingPolicy:
@@ -73,7 +49,7 @@ def _torchs_rule(init_scale: Any, growth_factor: Any, backoff_factor: Any, growt
     if not isinstance(given, str) and 0 < given < math.inf and not SMALLEST_SCALE <= given <= LARGEST_SCALE:
         given = SMALLEST_SCALE if given < 1 else LARGEST_SCALE
         note = f"init_scale={shown(init_scale)} is beyond the range of policies, and becomes {shown_number(given)}"
-        warnings.warn(note, stacklevel=6)  # at the line that makes the scaler
+        warn(note)
     return DynamicScaling(
         init_scale=given,
         growth_factor=growth_factor,
@@ -179,7 +155,7 @@ def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> fl
         within = min(max(float(value), members.min_scale), members.max_scale)
         if within != value:
             note = f"new_scale={shown(value)} is beyond the bounds of the policy, and becomes {shown_number(within)}"
-            warnings.warn(note, stacklevel=3)  # at the call of `update`
+            warn(note)
         return within
     given = repr(new_scale)
     if isinstance(new_scale, torch.Tensor) and value is new_scale:

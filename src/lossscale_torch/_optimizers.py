@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from lossscale_torch._gradients import moved
 from lossscale_torch._state import READY, combined
+from lossscale_torch._versions import warn
 
 _FUSED = "_step_supports_amp_scaling"
 _LEGACY = (
@@ -80,7 +80,7 @@ class Legacy:
     @staticmethod
     def take(scaler: Any, optimizer: Any, record: Any, args: Any, kwargs: Any) -> Any:
         """Step with the scaler as an argument."""
-        warnings.warn(_LEGACY, FutureWarning, stacklevel=3)  # at the line that called `GradScaler.step`
+        warn(_LEGACY, FutureWarning)
         return optimizer.step(*args, **kwargs, grad_scaler=scaler)
 
 

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import functools
 import operator
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -42,14 +41,13 @@ from lossscale_torch._checkpoint import (
     reachable_interval,
     restored,
     saved,
-    settings_explained,
 )
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import Gradients, lifted, moved, params_of
 from lossscale_torch._optimizers import Plain, kind_of
 from lossscale_torch._state import READY, STEPPED, UNSCALED, OnDevice
 from lossscale_torch._step_info import StepInfo
-from lossscale_torch._versions import not_compiled
+from lossscale_torch._versions import not_compiled, warn
 from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, require_hooks, total_norm
 
 Outputs = TypeVar("Outputs")
@@ -122,7 +120,6 @@ class GradScaler(torch.amp.GradScaler):
     last_step: StepInfo | None = None
     """The outcome of the last `update`, for code in which a framework calls `update`; None before the first."""
 
-    @settings_explained
     @explain_arguments
     def __init__(
         self,
@@ -413,7 +410,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is None:
             self._check_scale_growth_tracker(caller)
         if not (self._has_loss or self._is_told or self.last_step is None):
-            self._tell_of_no_loss(depth=5 if caller == "unscale_and_clip_" else 4)
+            self._tell_of_no_loss()
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
                 f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
@@ -582,13 +579,12 @@ class GradScaler(torch.amp.GradScaler):
         known = None if isinstance(self._state, OnDevice) else self._scale_on_host()
         return scale.clone() if known is None else known
 
-    def _tell_of_no_loss(self, depth: int) -> None:
+    def _tell_of_no_loss(self) -> None:
         self._is_told = True
-        warnings.warn(
+        warn(
             "no loss was scaled since the last update(), so that gradients may be divided by a scale that their loss "
             "was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called after each of "
             "several optimizers that share a loss, make the scaler with updates_per_step=2, their number",
-            stacklevel=depth,  # past this function, `_open`, perhaps `clip`, and `step`
         )
 
     def _end_step(self, info: StepInfo | None) -> None:
@@ -839,8 +835,6 @@ def _can_be_enabled(device: Any, enabled: bool) -> bool:
             "pass 'cuda', 'cpu', 'mps' or 'xpu'"
         ) from error
     if enabled and str(device) == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
-        warnings.warn(
-            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", UserWarning, stacklevel=5
-        )
+        warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.")
         return False
     return enabled

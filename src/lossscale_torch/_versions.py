@@ -10,7 +10,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from lossscale_core.adapters import warn_caller
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line that called into this package; `lossscale` has the scaler of the command."""
+    warn_caller(message, category, packages=("lossscale", "lossscale_core", "lossscale_torch", "torch"))
 
 
 def not_compiled(function: _Function) -> _Function:
@@ -32,10 +39,7 @@ def not_compiled(function: _Function) -> _Function:
 
 
 def _not_compiled_before_2_7(function: _Function) -> _Function:
-    """Return a wrapper that turns Dynamo off once it is imported: torch before 2.7 can skip single functions only.
-
-    Warnings of the function name a line of this file, because the wrapper adds a stack frame.
-    """
+    """Return a wrapper that turns Dynamo off once it is imported: torch before 2.7 can skip single functions only."""
     from torch._C._dynamo.eval_frame import skip_code  # type: ignore[attr-defined]
 
     @functools.cache

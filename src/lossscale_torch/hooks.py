@@ -4,7 +4,6 @@
 """
 
 import math
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,7 +29,7 @@ from lossscale_torch._ranks import groups_of, reduce_max, require_group, require
 from lossscale_torch._snapshots import Buffers
 from lossscale_torch._state import SPIKE, STEPPED, assign, combined, is_being_recorded, unrecorded
 from lossscale_torch._step_info import StepInfo
-from lossscale_torch._versions import not_compiled
+from lossscale_torch._versions import not_compiled, warn
 
 __all__ = ["Guard", "Hook", "Protect", "Resumption", "SameOnRanks", "Watch"]
 
@@ -233,10 +232,9 @@ class Protect(Hook):
 
     def __reduce__(self) -> Any:
         if self._handles:
-            warnings.warn(
+            warn(
                 "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the "
                 "state_dict() of this one",
-                stacklevel=2,
             )
         return Protect, ((),)
 
@@ -346,12 +344,11 @@ class Resumption(Hook):
         scaler._hooks.remove(self)
         scales = BaseScaling.of(scaler.policy).scales_losses  # otherwise nothing is lost
         if not self._is_over and scales and record["found_inf_per_device"] and _has_stepped(optimizer):
-            warnings.warn(
+            warn(
                 f"the optimizer has taken steps before, but its scaler starts over with a loss scale of "
                 f"{shown_number(scaler._init_scale)}; make one scaler for all steps, before the loop, and to continue "
                 "from a checkpoint save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
                 CheckpointWarning,
-                stacklevel=3,  # past this function and `GradScaler.step`
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -41,15 +41,15 @@ PLAN = {
         _gradients _step_info _versions:
         _ranks _snapshots: _gradients
         _state: _gradients _step_info
-        _checkpoint: _state
+        _checkpoint: _state _versions
         _verbs: _gradients _ranks
-        _optimizers: _gradients _state
+        _optimizers: _gradients _state _versions
         hooks: _gradients _ranks _snapshots _state _step_info _versions
         _attach: _gradients _versions hooks
         _clip: _gradients _optimizers _ranks _state
         _report: _gradients _verbs
         _range: _attach _gradients _snapshots _verbs
-        _attempts: _gradients _snapshots _state _step_info hooks
+        _attempts: _gradients _snapshots _state _step_info _versions hooks
         _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _state _step_info _versions hooks
         _guarded: _clip _gradients _optimizers _ranks _scaler _step_info _versions hooks
         __init__: _guarded _range _report _scaler _step_info _verbs hooks
