@@ -185,9 +185,6 @@ class Recorded(_GradScaler):
             row.measure(optimizer, self._scale)
         return record
 
-    def _tell_of_no_loss(self, depth: int) -> None:
-        super()._tell_of_no_loss(depth + 2)  # past this method and `_open` above
-
     # A pickle holds no row, and what torch's own scaler needs: it is loaded where the command does not run, too.
 
     def __getstate__(self) -> dict[str, Any]:
