@@ -43,7 +43,7 @@ from lossscale_torch._checkpoint import (
     saved,
 )
 from lossscale_torch._clip import clip
-from lossscale_torch._gradients import Gradients, lifted, moved, params_of
+from lossscale_torch._gradients import Gradients, is_dtensor, lifted, moved, params_of
 from lossscale_torch._optimizers import Plain, kind_of
 from lossscale_torch._state import READY, STEPPED, UNSCALED, OnDevice
 from lossscale_torch._step_info import StepInfo
@@ -82,8 +82,8 @@ class GradScaler(torch.amp.GradScaler):
         scheduler.step()
     ```
 
-    An ordinary optimizer costs one host synchronisation a step, in the clip or else in `step`, and the first step one
-    more; a fused one costs none.
+    An ordinary optimizer costs one host synchronisation a step, in the clip or else in `step`, and one more after an
+    overflow; a fused one costs none.
 
     Args:
         device: The device type of the loss scale, such as `"cuda"`; its device is that of the first scaled loss.
@@ -387,7 +387,7 @@ class GradScaler(torch.amp.GradScaler):
         self._has_loss = True
         if _state.is_being_recorded():
             self._is_told = True  # later steps may follow a replay
-        elif type(loss) is Tensor and len(self._losses) < _MANY and not _are_functorch_transforms_active():
+        elif len(self._losses) < _MANY and not is_dtensor(loss) and not _are_functorch_transforms_active():
             # A view would keep the memory of its base.
             self._losses.append(loss.detach().clone() if loss._is_view() else loss.detach())
         for record in self._per_optimizer_states.values():
@@ -661,7 +661,7 @@ class GradScaler(torch.amp.GradScaler):
         return state._make((np.float32(first), np.int32(count), *state[2:]))
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Make scale and tracker, the one on a device; on a device of the same type as before, do nothing."""
+        """Make the scale on a device, and the tracker on the host; do nothing on a device of the type it is on."""
         if self._scale is not None:
             if self._scale.device.type == torch.device(dev).type:
                 return
@@ -669,6 +669,7 @@ class GradScaler(torch.amp.GradScaler):
         with torch.inference_mode(False):  # they outlive a validation loop that may be running
             super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[arg-type]  # torch.full takes a string
             self._known_scale = self._scale._version, self._init_scale
+            self._growth_tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32)
 
     def _begin_at(self, state: Any) -> None:
         """Begin with a state of host scalars, and without tensors."""

@@ -384,6 +384,7 @@ class Watch(Hook):
         """Whether the loss of the last step was NaN or infinite, and the host knows it."""
         self.retries = 0
         """The tries of `attempts` that ended in an applied step; the state counts them as skipped steps."""
+        self._versions: dict[int, int] = {}  # of the parameters of optimizers without gradients, since the last with
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Look at the outcome of a step. Waits for the device after an overflow, to read the losses."""
@@ -399,6 +400,7 @@ class Watch(Hook):
         self.without_gradients = self.without_gradients + 1 if has_stepped else 0
         if self.without_gradients == _MANY:
             log_warning("no_gradients", _NO_GRADIENTS)
+        self._warn_of_steps_elsewhere(scaler, info)
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         self._left -= 1
         if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
@@ -409,6 +411,20 @@ class Watch(Hook):
         if self._left <= 0:
             self._left = _EVERY
             self.log(scaler.policy, state)
+
+    def _warn_of_steps_elsewhere(self, scaler: Any, info: StepInfo) -> None:
+        """Warn if parameters move from one step without gradients to the next, as by a step in a gradient hook."""
+        before, self._versions = self._versions, {}
+        if info.had_gradients or not scaler._has_loss:
+            return
+        for key, record in scaler._per_optimizer_states.items():
+            self._versions[key] = sum(param._version for param in params_of(record["optimizer"]))
+            if before.get(key, self._versions[key]) != self._versions[key]:
+                warn(
+                    "the loss was scaled and step() found no gradients, but parameters moved: an optimizer that steps "
+                    "in a gradient hook applies scaled gradients; let scaler.step() step it, or make the scaler with "
+                    "enabled=False"
+                )
 
     def without_retries(self, state: Any) -> Any:
         """Return a state on the host that counts the tries of a step as one."""

@@ -88,7 +88,7 @@ def test_a_bad_config_names_the_remedy(config, words):
         ("p.json", '{"kind": "dynamic", "refill_on_finite": 1}', ["pass true or false"]),
         ("p.toml", 'kind = "dynamic"\ninit_scale = 0', ["a power of two such as 65536.0"]),
         ("p.toml", 'kind = "dynamic"\nmax_scale = 0', ["a power of two such as 16777216.0"]),
-        ("p.toml", 'kind = "dynamic"\ngrowth_interval = 1e400', ["growth_interval=inf must be a whole number from 1 to 2**31 - 1"]),
+        ("p.toml", 'kind = "dynamic"\ngrowth_interval = 1e400', ["growth_interval=inf must be a whole number"]),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, name, text, words):
