@@ -268,7 +268,9 @@ def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:
     if not policy.scales_losses:
         hint = f"Look for a NaN or infinity in the inputs, the forward pass and the loss; {backward}."
     elif policy.adapts and not at_floor and not has_fallen:
-        hint = "Look for a diverging loss; a longer growth_interval tries a larger scale less often."
+        lowest = start * policy.backoff_factor ** (skipped // policy.hysteresis)  # where a scale that never grew is
+        rarer = "; a longer growth_interval tries a larger scale less often" if scale > 1.0001 * lowest else ""
+        hint = f"Look for a diverging loss{rarer}."
     elif policy.is_constant() and scale > 1.0:
         hint = f"A scale of {shown} is too large for these gradients: lower it, or use DynamicScaling."
     elif scale > 1.0:

@@ -119,6 +119,7 @@ def test_diagnose(name):
 HIGH = DynamicScaling(init_scale=8.0, min_scale=8.0)
 TOP = DynamicScaling(init_scale=LARGEST_SCALE, max_scale=LARGEST_SCALE, growth_interval=1)
 # No scale removes the NaN of a root at zero: https://github.com/jax-ml/jax/issues/26328.
+FALLING = DynamicScaling(init_scale=2.0**30, growth_interval=50)
 ROOT = "if the loss is finite, look for a division by zero, or a root or a logarithm at zero"
 REMEDIES = [
     (DynamicScaling(), [False] * 40, ["forward pass", "40 steps in a row", ROOT, "or lower min_scale."], []),
@@ -128,6 +129,9 @@ REMEDIES = [
     (FixedScaling(8.0), STREAK, ["DynamicScaling"], []),
     (TOP, [True], ["larger weight"], []),
     (UNBOUNDED, [False] * 20 + [True], ["forward pass"], ["growth_interval"]),
+    (DynamicScaling(), [False, True] * 6, ["diverging loss"], ["growth_interval"]),  # it has never grown
+    (FALLING, ([True] * 5 + [False]) * 20, ["diverging loss"], ["growth_interval"]),
+    (FALLING, ([True] * 50 + [False] * 8) * 2, ["diverging loss", "growth_interval"], []),
     (UNBOUNDED, [n % 10 != 3 for n in range(505)], ["forward pass"], ["growth_interval"]),
     (NoScaling(), [False] * 200, [ROOT], ["scale"]),
     *((NoScaling(), flags, [], ["scale"]) for flags in ([], [True] * 9, [True, False], [False] * 3)),
