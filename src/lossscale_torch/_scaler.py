@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,6 +55,8 @@ Outputs = TypeVar("Outputs")
 """A tensor, or a nested structure or iterable of them, which is returned with the same structure."""
 
 _MANY = 64
+_NUMBERS = itertools.count()
+"""A number for each scaler, by which it knows the losses that it has scaled; a loss may be pickled, a scaler not."""
 
 
 def _setting(name: str) -> Any:
@@ -149,6 +152,7 @@ class GradScaler(torch.amp.GradScaler):
             super().__init__(device, enabled=enabled, **(torchs if policy is None else {}))  # type: ignore[arg-type]
         self.policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
+        self._number = next(_NUMBERS)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._updates_per_step, self._updates = check_setting("updates_per_step", updates_per_step), 0
         self._losses: list[Tensor] = []  # those of this step, for the cause of an overflow
@@ -183,12 +187,12 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            if getattr(outputs, "_scaled_by", None) is self:
+            if getattr(outputs, "_scaled_by", None) == self._number:
                 raise CallOrderError("this loss is scaled already, and its gradients would be too large; scale it once")
             self._note_loss(outputs)
             loss = outputs if outputs.dtype.itemsize >= 4 else lifted(outputs)
             scaled: Any = loss * moved(self._scale, loss.device)
-            scaled._scaled_by = self
+            scaled._scaled_by = self._number
             return scaled
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
             return cast(Outputs, tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs))

@@ -94,37 +94,26 @@ class Guard(Hook):
 
     def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
         """Veto the step if its norm is a spike. Synchronises for an ordinary optimizer."""
-        found = record["found_inf_per_device"]
         if "norm" not in record:  # there are no gradients
             return
-        norm, value = record["norm"], None
-        if norm.is_cpu and not is_being_recorded():
-            value = norm.item()
-        elif not getattr(optimizer, "_step_supports_amp_scaling", False) and not self.is_on_device(optimizer):
-            (value,) = scaler._read([record], norm)  # the one wait of this step
-        found[SPIKE] = self.veto(optimizer, norm, value)
-
-    def is_on_device(self, optimizer: Any) -> bool:
-        """Return whether the state of an optimizer is on a device, where it stays."""
-        return id(optimizer) in self._states and isinstance(self._states[id(optimizer)].mean, Tensor)
-
-    def veto(self, optimizer: Any, norm: Tensor, value: float | None) -> Tensor:
-        """Return 1.0 if a norm is a spike, else 0.0; on the host if `value` is its number, else where the norm is."""
-        key = id(optimizer)
+        key, norm, value = id(optimizer), record["norm"], None
         if key not in self._states:
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
-        if value is None or self.is_on_device(optimizer):
-            return self._veto_on_device(key, self._states[key], norm)
-        # A norm beyond float32 is a spike, and not an overflow.
-        self._norms[key] = min(value, _LARGEST) if math.isfinite(value) else value
-        accepted, self._states[key] = self.rule.check(self._states[key], self._norms[key])
-        return torch.tensor(float(not accepted), dtype=torch.float32)
+        is_on_device = isinstance(self._states[key].mean, Tensor)  # where it stays
+        if norm.is_cpu and not is_being_recorded():
+            value = norm.item()
+        elif not getattr(optimizer, "_step_supports_amp_scaling", False) and not is_on_device:
+            (value,) = scaler._read([record], norm)  # the one wait of this step
+        if value is None or is_on_device:
+            flag = self._veto_on_device(key, self._states[key], norm)
+        else:
+            # A norm beyond float32 is a spike, and not an overflow.
+            self._norms[key] = min(value, _LARGEST) if math.isfinite(value) else value
+            accepted, self._states[key] = self.rule.check(self._states[key], self._norms[key])
+            flag = torch.tensor(float(not accepted), dtype=torch.float32)
+        record["found_inf_per_device"][SPIKE] = flag
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
-        """Raise `OverflowStreakError` if a state on the host has reached the guard's `max_streak`."""
-        self.require_no_streak()
-
-    def require_no_streak(self) -> None:
         """Raise `OverflowStreakError` if a state on the host has reached the guard's `max_streak`."""
         for key, norm in list(self._norms.items()):
             if not isinstance(self._states[key].mean, Tensor):
