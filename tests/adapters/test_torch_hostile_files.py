@@ -1,4 +1,4 @@
-"""The promises of SECURITY.md about files of `torch.save`: a hostile one is refused in one sentence, and runs nothing."""
+"""The promises of SECURITY.md about files of `torch.save`: a hostile one is refused in a sentence, and runs nothing."""
 
 import json
 import os
