@@ -136,6 +136,21 @@ def _settings(make_scaler):
     return scaler.get_scale(), scaler.get_backoff_factor()
 
 
+@difference(
+    "after `unscale_`, `zero_grad` and another loss, `step` applies scaled gradients",
+    -1024.0,
+    "CallOrderError: step() was given gradients that are still scaled",
+)
+def _given_up(make_scaler):
+    param, optimizer = _one()
+    scaler = _ready(make_scaler)
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    return param.item()
+
+
 @difference("`update` returns None", None, (True, 1024.0, 1024.0, 0, False, False))
 def _update(make_scaler):
     scaler = _ready(make_scaler)
