@@ -721,10 +721,10 @@ class GradScaler(torch.amp.GradScaler):
         checkpoint and if the scaler is disabled. Two backward passes through the result count the loss twice, and
         `torch.autograd.grad` for a penalty counts it, too. The result cannot be changed in place.
 
-        `x` is a tensor of floats through which the main loss flows, of any shape and dtype, and comes back with the same
+        `x` is a tensor of floats through which the main loss flows, of any shape and dtype; it comes back with the same
         values, shape and dtype. `aux_loss` is a tensor of floats of any shape, and means its sum. float16 and bfloat16
-        are converted to float32 before the sum. Its gradient in float16 is infinite from a scale of 2**16 on, as that of
-        a main loss is; compute it in float32. What is not a tensor of floats is a `TypeError`.
+        are converted to float32 before the sum. Its gradient in float16 is infinite from a scale of 2**16 on, as that
+        of a main loss is; compute it in float32. What is not a tensor of floats is a `TypeError`.
         """
         return Attach(self)
 
