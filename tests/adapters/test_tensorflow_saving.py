@@ -1,7 +1,6 @@
 """A model that is saved in the middle of training and continues elsewhere, to the last bit, in each file format."""
 
 import pickle
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -202,16 +201,7 @@ def test_before_the_first_step(tmp_path, generation):
     np.testing.assert_array_equal(other.numpy(), variable.numpy())
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation")
-def test_a_file_of_before_the_wrappers_were_one():
-    """It loads as the class that saved it, and its state continues; Keras's own class refuses its config."""
-    optimizer = keras.models.load_model(Path(__file__).parent / "tensorflow_saved.keras").optimizer
-    assert type(optimizer) is LossScaleOptimizer
-    assert int(optimizer.iterations) == int(optimizer.metrics()["steps"]) == 3
-    assert float(optimizer.loss_scale) == 512.0
-    assert float(optimizer.metrics()["norm_mean"]) == 6.824281692504883
-    assert optimizer.global_clipnorm == 1.0
+def test_keras_own_wrapper_refuses_our_config():
+    """It lacks the policy, and would continue with a rule of its own."""
     with pytest.raises(ValueError, match="LossScaleOptimizer does not support"):
-        keras.optimizers.LossScaleOptimizer.from_config(optimizer.get_config())
-    had_one_setting_more = {**optimizer.get_config(), "jit_compile": True}
-    assert LossScaleOptimizer.from_config(had_one_setting_more).policy == optimizer.policy
+        keras.optimizers.LossScaleOptimizer.from_config(LossScaleOptimizer(keras.optimizers.SGD(0.1)).get_config())

@@ -62,9 +62,9 @@ PLAN = {
         __init__: _optimizer _states _verbs
     """,
     "lossscale_tf": """
-        _documented _graphs _pairs _state _verbs _versions _warning:
+        _documented _graphs _pairs _state _verbs _warning:
         _report: _verbs
-        keras: _documented _graphs _pairs _verbs _versions _warning
+        keras: _documented _graphs _pairs _verbs _warning
         v1: _documented _graphs _pairs _verbs _warning
         __init__: _report _state _verbs keras v1
     """,

@@ -54,7 +54,7 @@ from lossscale_tf.keras._names import (
     set_iterations,
     spelled,
 )
-from lossscale_tf.keras._saving import arguments_of, named
+from lossscale_tf.keras._saving import arguments_of
 from lossscale_tf.keras._slots import Slots
 
 
@@ -493,14 +493,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             The wrapper, around a new inner optimizer.
         """
         return cls(**arguments_of(config, custom_objects))
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load the states that `save_own_variables` stored.
-
-        Args:
-            store: A mapping of names to arrays.
-        """
-        super().load_own_variables(named(self, store))
 
     def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, accepts_scaled: bool = False) -> None:
         grads, variables = present_gradients(grads, variables)
