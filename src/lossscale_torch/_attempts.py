@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,13 +13,10 @@ from lossscale_core.adapters import check_setting, shown_number
 from lossscale_core.errors import CallOrderError, RetriesExhaustedError
 from lossscale_torch._gradients import params_of
 from lossscale_torch._snapshots import Buffers, random_states
-from lossscale_torch._state import STEPPED, read
+from lossscale_torch._state import STEPPED, may_have_moved, read
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import warn
 from lossscale_torch.hooks import Hook, SameOnRanks
-
-_SAVED: "WeakKeyDictionary[Any, dict[Module, Buffers]]" = WeakKeyDictionary()
-"""Memory for the copies of buffers, by scaler, which each loop writes again."""
 
 
 class Attempt:
@@ -86,9 +82,11 @@ class _Tries(Hook):
         self.copies: list[Buffers] = []
         self.optimizers: dict[int, Any] = {}
         self.applied: dict[int, Any] = {}
-        """The optimizers that were applied in a try; later ones leave them alone."""
+        """The records of optimizers that were applied in a try; later ones leave them alone."""
         self.updates = 0
         """The updates in this try."""
+        self.records: Any = None
+        """The records of the last try."""
         self.is_over = self.is_replaced = self.has_bad_loss = False
 
     def begin(self) -> None:
@@ -98,8 +96,7 @@ class _Tries(Hook):
                 hook._leave()
                 hook.is_replaced = True
         self.put_random_states_back = random_states()
-        saved = _SAVED.setdefault(self.scaler, {})
-        copies = [saved.setdefault(module, Buffers()) for module in self.modules]
+        copies = [self.scaler._copies.setdefault(module, Buffers()) for module in self.modules]
         for module, copy in zip(self.modules, copies, strict=True):
             copy.copy_from(module)
         self.copies = copies  # complete, so that they can be put back
@@ -113,9 +110,9 @@ class _Tries(Hook):
         for param in (param for optimizer in self.optimizers.values() for param in params_of(optimizer)):
             param.grad = None
         self.attempt.info, self.updates = None, 0
-        for key, optimizer in self.applied.items():
+        for key, record in self.applied.items():
             done = {"stage": STEPPED, "applied": True, "was_applied": True, "found_inf_per_device": {}}
-            self.scaler._per_optimizer_states[key] = {**done, "optimizer": optimizer}
+            self.scaler._per_optimizer_states[key] = {**record, **done}
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Note the outcome. Waits for the device, once, after a fused optimizer."""
@@ -125,13 +122,16 @@ class _Tries(Hook):
             return
         self.attempt.info = info
         self.attempt._infos.append(info)
-        by_optimizer, device = info.by_optimizer or {}, scaler._scale.device
+        by_optimizer, device = info.by_optimizer or {}, torch.device("cpu")
+        if scaler._scale is not None:
+            device = scaler._scale.device
         outcomes: list[Any] = [info.overflowed, *by_optimizer.values()]
         if any(isinstance(each, Tensor) for each in outcomes):
             outcomes = read([torch.as_tensor(each, device=device) for each in outcomes], device)
         overflowed, *applied = outcomes
-        self.optimizers = {key: record["optimizer"] for key, record in scaler._per_optimizer_states.items()}
-        self.applied = {key: self.optimizers[key] for key, each in zip(by_optimizer, applied, strict=True) if each}
+        self.records = records = scaler._per_optimizer_states
+        self.optimizers = {key: each["optimizer"] for key, each in records.items() if "optimizer" in each}
+        self.applied = {key: records[key] for key, each in zip(by_optimizer, applied, strict=True) if each}
         self.is_over = not (overflowed and BaseScaling.of(scaler.policy).adapts)
         if not self.is_over:
             self.has_bad_loss = not scaler._are_losses_finite()
@@ -155,11 +155,17 @@ class _Tries(Hook):
             )
 
     def end(self) -> None:
-        """Put the buffers back unless an optimizer was applied, and end a step that was begun; once."""
-        if self._leave() and not self.applied:
+        """Put the buffers back unless an optimizer was applied, and end a try that was begun; once."""
+        if not self._leave():
+            return
+        records = self.scaler._per_optimizer_states
+        # After the update of a try, another open step is not of this loop, which was left and held.
+        is_own = self.updates == 0 or records is self.records or not records
+        if is_own and not self.applied and not any(map(may_have_moved, records.values())):
             for copy in self.copies:
                 copy.put_back()
-        self.scaler._abandon()
+        if is_own:
+            self.scaler._abandon()
 
     def tell(self) -> None:
         """Let the watch see the outcome."""

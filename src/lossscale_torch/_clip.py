@@ -28,6 +28,9 @@ def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float, is
         return _clip_as_torch(optimizers, max_norm, norm_type)
     records = [*map(scaler._open, optimizers, ["unscale_and_clip_"] * len(optimizers))]
     is_open = ["was_applied" not in record for record in records]  # in an earlier try of this step
+    if not any(is_open) and "norm" in records[0]:
+        norm_then: Tensor = records[0]["norm"]
+        return norm_then
     optimizers, records = [*itertools.compress(optimizers, is_open)], [*itertools.compress(records, is_open)]
     norm = None
     if scaler._unscales_as_torch():
@@ -87,6 +90,7 @@ def _clip_in_one_read(
         if groups or [param for param in params_of(optimizer) if param.grad is not None]:
             record["found_inf_per_device"] = {device: flag.clone()}
             record["stage"], record["known_to"] = UNSCALED, groups
+            record.pop("given_up", None)
             record["norm"] = norm if stays else torch.tensor(value, dtype=norm.dtype)
     return norm
 

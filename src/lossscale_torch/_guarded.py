@@ -91,14 +91,14 @@ class _Step(GradScaler):
         self.max_streak, self.steps = check_setting("max_overflow_streak", max_streak), 0
         self.can_be_copied = process_group is None
 
-    def take(self, optimizer: Any, inner: dict[str, Any]) -> StepInfo:
-        """Take a step or skip it; return the outcome."""
+    def take(self, optimizer: Any, inner: dict[str, Any]) -> None:
+        """Take a step or skip it; the outcome is that of the last step."""
         try:
             self._abandon()  # what an interrupted step has left
             self.place_on(next((p.grad.device for p in params_of(optimizer) if p.grad is not None), "cpu"))
             clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
             self.step(optimizer, _inner=inner)
-            return self.update()
+            self.update()
         finally:
             self._abandon()
 
@@ -148,7 +148,11 @@ def _guarded_class(kind: Any) -> Any:
                 with torch.enable_grad():
                     loss = closure()
                 settings["closure"] = lambda: loss
-            self.last_step = self._lossscale.take(self, settings)
+            self.last_step = self._lossscale.last_step = None
+            try:
+                self._lossscale.take(self, settings)
+            finally:
+                self.last_step = self._lossscale.last_step
             self._lossscale.require_no_streak(self.last_step)
             return loss
 

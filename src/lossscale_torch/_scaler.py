@@ -156,7 +156,9 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._updates_per_step, self._updates = check_setting("updates_per_step", updates_per_step), 0
         self._losses: list[Tensor] = []  # those of this step, for the cause of an overflow
+        self._new_scale: float | Tensor | None = None  # for the end of this step
         self._has_loss = self._is_told = False  # of a loss in this step, and of the warning about none
+        self._copies: dict[torch.nn.Module, Any] = {}  # memory for the copies of `attempts`
         self._is_fused = False  # whether a kernel has decided about a step, or a replay may
         self._half_gradients = half_gradients
         self._begin_at(self.policy.init_state())
@@ -221,6 +223,7 @@ class GradScaler(torch.amp.GradScaler):
             flag = torch.zeros_like(scale)
             found = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
             record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY
+            record.pop("given_up", None)
             if self._needs_norm and found:
                 record["norm"] = total_norm([optimizer], scale.device)
 
@@ -339,7 +342,9 @@ class GradScaler(torch.amp.GradScaler):
             new_scale = checked_scale(new_scale, self._device, self.policy)
         elif not has_begun:
             raise AssertionError("No inf checks were recorded prior to update.")
-        is_whole = end_of_step or self._updates + 1 >= self._updates_per_step
+        is_whole = end_of_step or not has_begun or self._updates + 1 >= self._updates_per_step
+        self._new_scale = self._new_scale if new_scale is None else new_scale
+        new_scale = self._new_scale if is_whole else None  # until then the scale stays
         info = None
         try:
             info = self.last_step = self._decide(records, has_read, new_scale, is_whole)
@@ -394,6 +399,8 @@ class GradScaler(torch.amp.GradScaler):
         elif len(self._losses) < _MANY and not is_dtensor(loss) and not _are_functorch_transforms_active():
             # A view would keep the memory of its base.
             self._losses.append(loss.detach().clone() if loss._is_view() else loss.detach())
+        if self._watch.versions:
+            self._watch.note_versions()
         for record in self._per_optimizer_states.values():
             if record["stage"] is UNSCALED and all(param.grad is None for param in params_of(record["optimizer"])):
                 record["given_up"] = True
@@ -464,7 +471,8 @@ class GradScaler(torch.amp.GradScaler):
         """Record whether the gradients are finite; do not change them."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        record = self._per_optimizer_states[id(optimizer)]
+        record["found_inf_per_device"], record["optimizer"] = found, optimizer
         return found
 
     def _unscales_as_torch(self) -> bool:
@@ -495,10 +503,14 @@ class GradScaler(torch.amp.GradScaler):
         On the host where it knows all flags, or `has_read` those of an ordinary optimizer and may read the others; else
         on the device.
         """
-        found = None if _state.is_being_recorded() and not has_read else _state.found_on_host(records.values())
+        takes_part = any(record["found_inf_per_device"] or "kind" in record for record in records.values())
+        is_replayed = takes_part and not has_read and _state.is_being_recorded()
+        found = None if is_replayed else _state.found_on_host(records.values())
         if found is None and has_read:
             self._read(records.values())
             found = _state.found_on_host(records.values())
+        if isinstance(self._state, OnDevice) and not self._is_fused and found is not None and self._scale.is_cpu:
+            self._state = self._state_on_host()
         scale = None if found is None or isinstance(self._state, OnDevice) else self._scale_on_host()
         if found is None or scale is None:
             had_gradients = any(
@@ -546,8 +558,8 @@ class GradScaler(torch.amp.GradScaler):
             self._growth_tracker = moved(self._growth_tracker, self._scale.device)
             self._state = state
             self._keep_tracker_reachable()
-        if _state.is_being_recorded():
-            self._is_fused = self._state.is_recorded = True
+        if self._is_fused and _state.is_being_recorded():
+            self._state.is_recorded = True
         tensors = self._state.tensors(self._scale, self._growth_tracker)
         return _state.advance_on_device(self.policy, self._state, tensors, records.values(), is_counted)
 
@@ -604,7 +616,7 @@ class GradScaler(torch.amp.GradScaler):
                 except BaseException as error:
                     errors.append(error)
         finally:
-            self._updates, self._has_loss, self._losses = 0, False, []
+            self._updates, self._new_scale, self._has_loss, self._losses = 0, None, False, []
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if errors:
             raise errors[0]
@@ -815,6 +827,8 @@ class GradScaler(torch.amp.GradScaler):
             "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
             "_scale_tensor": None,
             "_losses": [],
+            "_new_scale": None,
+            "_copies": {},
             "_is_fused": False,
         }
         return {**state, **own, **fresh, "_state": self._state_on_host()}

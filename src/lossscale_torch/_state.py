@@ -49,6 +49,11 @@ def found_on_host(records: Iterable[dict[str, Any]]) -> Found | None:
     return had_gradients, overflowed, vetoed, spiked and not overflowed
 
 
+def may_have_moved(record: dict[str, Any]) -> bool:
+    """Return whether an optimizer was applied, or was called and may have been."""
+    return bool(record.get("applied", "kind" in record))
+
+
 def read(tensors: list[Tensor], device: torch.device) -> list[float]:
     """Return numbers of shape `()`; all devices together are waited for once."""
     if all([each.is_cpu for each in tensors]):  # noqa: C419  # a generator takes twice as long

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import Gradients, is_dtensor, moved, params_of
 from lossscale_torch._ranks import groups_of, reduce_max, require_group, require_member, require_same_on_ranks
 from lossscale_torch._snapshots import Buffers
-from lossscale_torch._state import SPIKE, STEPPED, assign, combined, is_being_recorded, unrecorded
+from lossscale_torch._state import SPIKE, assign, combined, is_being_recorded, may_have_moved, unrecorded
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled, warn
 
@@ -215,7 +216,7 @@ class Protect(Hook):
     def abandon(self, scaler: Any) -> None:
         """Write the copies back unless an optimizer may have stepped."""
         saved, self._saved = self._saved, set()
-        if not any(_may_have_moved(record) for record in scaler._per_optimizer_states.values()):
+        if not any(map(may_have_moved, scaler._per_optimizer_states.values())):
             for root in saved:
                 self._copies[root].put_back_unless(False)
 
@@ -256,10 +257,6 @@ def _call(callback: _Callback, module: Module) -> None:
 
 def _nothing() -> None:
     """Stand in for a reference to an object that is gone."""
-
-
-def _may_have_moved(record: dict[str, Any]) -> bool:
-    return record["stage"] is STEPPED and record.get("applied") is not False
 
 
 def _remove(handles: list[Any]) -> None:
@@ -373,7 +370,8 @@ class Watch(Hook):
         """Whether the loss of the last step was NaN or infinite, and the host knows it."""
         self.retries = 0
         """The tries of `attempts` that ended in an applied step; the state counts them as skipped steps."""
-        self._versions: dict[int, int] = {}  # of the parameters of optimizers without gradients, since the last with
+        self.versions: WeakKeyDictionary[Any, int] | None = None
+        """The sums of the versions of parameters, of optimizers that had no gradients, at the last scaled loss."""
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Look at the outcome of a step. Waits for the device after an overflow, to read the losses."""
@@ -401,14 +399,21 @@ class Watch(Hook):
             self._left = _EVERY
             self.log(scaler.policy, state)
 
+    def note_versions(self) -> None:
+        """Note the versions of parameters at a scaled loss: what moves them until `step` is not the loop."""
+        for optimizer in list(self.versions or ()):
+            self.versions[optimizer] = sum(param._version for param in params_of(optimizer))  # type: ignore[index]
+
     def _warn_of_steps_elsewhere(self, scaler: Any, info: StepInfo) -> None:
-        """Warn if parameters move from one step without gradients to the next, as by a step in a gradient hook."""
-        before, self._versions = self._versions, {}
+        """Warn if parameters have moved between a scaled loss and a step without gradients, as by a gradient hook."""
+        before: Any = self.versions or {}
+        self.versions = None
         if info.had_gradients or not scaler._has_loss:
             return
-        for key, record in scaler._per_optimizer_states.items():
-            self._versions[key] = sum(param._version for param in params_of(record["optimizer"]))
-            if before.get(key, self._versions[key]) != self._versions[key]:
+        self.versions = WeakKeyDictionary()
+        for optimizer in [each["optimizer"] for each in scaler._per_optimizer_states.values() if "optimizer" in each]:
+            self.versions[optimizer] = now = sum(param._version for param in params_of(optimizer))
+            if before.get(optimizer, now) != now:
                 warn(
                     "the loss was scaled and step() found no gradients, but parameters moved: an optimizer that steps "
                     "in a gradient hook applies scaled gradients; let scaler.step() step it, or make the scaler with "
@@ -429,6 +434,9 @@ class Watch(Hook):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Count the tries of the steps from here on."""
         self.retries = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "versions": None}
 
 
 def total_norm(optimizers: list[Any], device: torch.device) -> Tensor:

@@ -2,15 +2,18 @@
 
 import contextlib
 import copy
+import gc
 import logging
 import math
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
 
 import lossscale_torch
 from lossscale_core import DynamicScaling
@@ -557,3 +560,145 @@ def test_an_attached_loss_with_another_scaler_is_told():
         warnings.simplefilter("error")
         layer.attach = new.attach
         new.scale(layer(torch.ones(1, 2)).sum()).backward()
+
+
+# -- found by readers --------------------------------------------------------------------------------------------------
+
+
+def _scaled(loop):
+    loop.optimizer.zero_grad()
+    loop.scaler.scale(loop.model(torch.ones(8, 4)).square().mean()).backward()
+
+
+@FUSED
+def test_a_loop_that_is_held_leaves_a_later_step_alone(fused):
+    """Its end comes while another step is unscaled, which is not unscaled a second time."""
+    moved = []
+    for is_held in (False, True):
+        loop = Loop(fused)
+        if is_held:
+            tries = loop.scaler.attempts(loop.model)
+            for _ in tries:
+                _scaled(loop)
+                loop.scaler.step(loop.optimizer)
+                loop.scaler.update()
+                break
+        else:
+            loop.body()
+        loop.model.load_state_dict(Loop().model.state_dict())
+        _scaled(loop)
+        loop.scaler.unscale_(loop.optimizer)
+        tries = None
+        loop.scaler.step(loop.optimizer)
+        assert loop.scaler.update().applied
+        moved.append(loop.model[0].weight.detach().clone())
+    assert torch.equal(*moved)
+
+
+@FUSED
+def test_a_new_scale_waits_for_the_end_of_a_step(fused):
+    """With `updates_per_step=2` both optimizers are divided by the scale of their loss."""
+    params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([each], lr=1.0, fused=fused) for each in params]
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1, updates_per_step=2)
+    scaler.place_on("cpu")
+    scaler.update(8.0)  # nothing has begun, so that it does not count
+    for new_scale, after in ((None, 16.0), (64.0, 64.0)):
+        for each in optimizers:
+            each.zero_grad()
+        before = [each.item() for each in params]
+        scaler.scale(sum(params).sum()).backward()
+        for optimizer, given in zip(optimizers, (new_scale, None), strict=True):
+            scaler.step(optimizer)
+            scaler.update(given)
+        assert [was - now.item() for was, now in zip(before, params, strict=True)] == [1.0, 1.0]
+        assert scaler.get_scale() == after
+
+
+@pytest.mark.parametrize("how", ["break", "post hook"])
+def test_a_loop_that_is_left_after_a_step_keeps_its_buffers(how):
+    """The parameters have moved, and the statistics belong to them."""
+    loop = Loop()
+    if how == "post hook":
+        loop.optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    before, weight = _buffers(loop.model), loop.model[0].weight.detach().clone()
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in loop.scaler.attempts(loop.model):
+            _scaled(loop)
+            loop.scaler.step(loop.optimizer)
+            break
+    assert not torch.equal(weight, loop.model[0].weight)
+    assert not _same(before, _buffers(loop.model))
+
+
+def test_a_step_of_sam_that_is_made_ready_again():
+    """Recipes set torch's stage back; what is unscaled again is not given up."""
+    loop = Loop()
+    _scaled(loop)
+    loop.scaler.unscale_(loop.optimizer)
+    _scaled(loop)
+    loop.scaler._per_optimizer_states[id(loop.optimizer)]["stage"] = torch.amp.grad_scaler.OptState.READY
+    loop.scaler.unscale_(loop.optimizer)
+    loop.scaler.step(loop.optimizer)
+    assert loop.scaler.update().applied
+
+
+def test_the_first_batch_of_retries_is_left_out():
+    """Before a loss was scaled."""
+    loop = Loop()
+    for attempt in loop.scaler.attempts(loop.model):  # noqa: B007  # used after the loop
+        loop.scaler.skip(loop.optimizer)
+        loop.scaler.update()
+    assert (attempt.number, bool(attempt.info)) == (0, False)
+
+
+def test_parameters_that_are_written_between_steps_are_not_told():
+    """As by loading, or an average, while they are frozen."""
+    loop = Loop()
+    loop.model.requires_grad_(False)
+    x = torch.ones(8, 4, requires_grad=True)
+    for _ in range(3):
+        loop.scaler.scale(loop.model(x).sum()).backward()
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        loop.model.load_state_dict(loop.model.state_dict())
+
+
+def test_a_skip_under_a_dispatch_mode_leaves_the_state_on_the_host():
+    """A counter of operations is not a recording that decides."""
+    loop = Loop()
+    loop.body()
+    with FlopCounterMode(display=False):
+        _scaled(loop)
+        loop.scaler.skip(loop.optimizer)
+        loop.scaler.update()
+    assert loop.body().applied is True
+    with FlopCounterMode(display=False):
+        assert loop.body().applied is True
+
+
+def test_retries_keep_no_model_alive():
+    """Nor the scaler, also where a layer of the model holds it."""
+    scaler = GradScaler("cpu")
+    layer = _Layer(scaler.attach)
+    for _ in scaler.attempts(layer, retries=0):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    refs = [weakref.ref(each) for each in (scaler, layer)]
+    del scaler, layer, optimizer
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_a_guarded_step_that_was_interrupted_was_not_applied():
+    """The outcome of the step before is not that of this one."""
+    param = nn.Parameter(torch.ones(1))
+    optimizer = guarded(torch.optim.SGD([param], lr=0.1))
+    param.grad = torch.ones(1)
+    optimizer.step()
+    optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert optimizer.last_step is None
