@@ -503,9 +503,9 @@ class GradScaler(torch.amp.GradScaler):
         On the host where it knows all flags, or `has_read` those of an ordinary optimizer and may read the others; else
         on the device.
         """
-        takes_part = any(record["found_inf_per_device"] or "kind" in record for record in records.values())
-        is_replayed = takes_part and not has_read and _state.is_being_recorded()
-        found = None if is_replayed else _state.found_on_host(records.values())
+        found = None
+        if has_read or not _state.is_being_recorded() or not any(map(_takes_part, records.values())):
+            found = _state.found_on_host(records.values())
         if found is None and has_read:
             self._read(records.values())
             found = _state.found_on_host(records.values())
@@ -832,6 +832,10 @@ class GradScaler(torch.amp.GradScaler):
             "_is_fused": False,
         }
         return {**state, **own, **fresh, "_state": self._state_on_host()}
+
+
+def _takes_part(record: dict[str, Any]) -> bool:
+    return bool(record["found_inf_per_device"]) or "kind" in record
 
 
 def _can_be_enabled(device: Any, enabled: bool) -> bool:
