@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float, is
     records = [*map(scaler._open, optimizers, ["unscale_and_clip_"] * len(optimizers))]
     is_open = ["was_applied" not in record for record in records]  # in an earlier try of this step
     if not any(is_open) and "norm" in records[0]:
-        norm_then: Tensor = records[0]["norm"]
-        return norm_then
+        return cast(Tensor, records[0]["norm"])
     optimizers, records = [*itertools.compress(optimizers, is_open)], [*itertools.compress(records, is_open)]
     norm = None
     if scaler._unscales_as_torch():

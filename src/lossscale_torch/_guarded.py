@@ -95,7 +95,8 @@ class _Step(GradScaler):
         """Take a step or skip it; the outcome is that of the last step."""
         try:
             self._abandon()  # what an interrupted step has left
-            self.place_on(next((p.grad.device for p in params_of(optimizer) if p.grad is not None), "cpu"))
+            # Of a parameter, with a gradient or without: ranks must combine their flags on devices of one type.
+            self.place_on(next((param.device for param in params_of(optimizer)), "cpu"))
             clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
             self.step(optimizer, _inner=inner)
             self.update()
