@@ -162,12 +162,14 @@ class GradScaler(torch.amp.GradScaler):
         self._is_fused = False  # whether a kernel has decided about a step, or a replay may
         self._half_gradients = half_gradients
         self._begin_at(self.policy.init_state())
-        more = [*require_hooks(hooks), *([Guard(guard)] if guard is not None else [])]
-        self._can_veto = bool(more)
-        self._needs_norm = any(each.needs_norm for each in more)
+        given = [*require_hooks(hooks), *([Guard(guard)] if guard is not None else [])]
+        self._needs_norm = any(each.needs_norm for each in given)
+        guards = [each for each in given if isinstance(each, Guard)]  # they see the norm that all ranks have
+        vetoing = [each for each in given if each not in guards]
+        self._can_veto = bool(vetoing)
         self._watch = Watch()
         undoing = [Protect(protect)] if protect and enabled else []
-        self._hooks: list[Hook] = [*undoing, *more, SameOnRanks(process_group), Resumption(), self._watch]
+        self._hooks: list[Hook] = [*undoing, *vetoing, SameOnRanks(process_group), *guards, Resumption(), self._watch]
 
     # A step, in its order.
 
@@ -289,6 +291,8 @@ class GradScaler(torch.amp.GradScaler):
             getattr(self, "unscale_" if self._needs_norm else kind.check)(optimizer)
         for hook in [*self._hooks]:
             hook.before_step(self, optimizer, record)
+            if self._can_veto:
+                _require_flags(record["found_inf_per_device"], hook)
         record["kind"], self._is_fused = kind, self._is_fused or kind is not Plain
         result = kind.take(self, optimizer, record, args, kwargs)
         record["stage"] = STEPPED
@@ -373,9 +377,10 @@ class GradScaler(torch.amp.GradScaler):
         not moved, since a skipped step changes nothing. Python attributes and generators of your own are not put back.
 
         The loop ends when a step was applied, or skipped for another reason than an overflow; if the loss is NaN or
-        infinite; and if the policy does not adapt. If retries are used up, it warns, and the loss scale is that after
-        the first try. Leaving the body before `update` drops the step. Each rank must take the same tries: pass
-        `process_group=` where ranks hold different parameters. Synchronises once a try after a fused optimizer.
+        infinite (with several ranks only with `process_group=` or sharded parameters, since each must take the same
+        tries); and if the policy does not adapt. If retries are used up, it warns, and the loss scale is that after
+        the first try. Leaving the body before `update` drops the step. Pass `process_group=` where ranks hold different
+        parameters. Synchronises once a try after a fused optimizer.
 
         Args:
             modules: The modules whose buffers are put back, such as BatchNorm's statistics.
@@ -778,12 +783,16 @@ class GradScaler(torch.amp.GradScaler):
     def check_sync(self) -> None:
         """Raise `SyncError` with the ranks that have another state than rank 0; every rank of the group must call it.
 
-        The ranks are those of `process_group`, or all. Call it once after loading: a rank with another loss scale would
+        The ranks are those of `process_group`, or all, and the state is with the entries of hooks. Call it once after
+        loading: a rank with another loss scale would
         take other steps. `SyncError` is also raised for a rank that is not in `process_group`. Synchronises with the
         host.
         """
         ranks = next(hook for hook in self._hooks if isinstance(hook, SameOnRanks))
-        ranks.require_same(state_to_dict(self._state_on_host(), self.policy))
+        mine = state_to_dict(self._state_on_host(), self.policy)
+        for hook in self._hooks:
+            mine.update(hook.state_dict())
+        ranks.require_same(mine)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state as plain values: torch's five keys and those of `state_to_dict`.
@@ -815,9 +824,17 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self.policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
-        for hook in [*self._hooks]:
-            hook.load_state_dict(state_dict)
+        policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
+        loaded: list[tuple[Hook, dict[str, Any]]] = []
+        try:
+            for hook in [*self._hooks]:
+                loaded.append((hook, hook.state_dict()))
+                hook.load_state_dict(state_dict)
+        except BaseException:
+            for hook, before in loaded[:-1]:
+                hook.load_state_dict(before)
+            raise
+        self.policy = policy
         self._continue_at(state)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -832,6 +849,18 @@ class GradScaler(torch.amp.GradScaler):
             "_is_fused": False,
         }
         return {**state, **own, **fresh, "_state": self._state_on_host()}
+
+
+def _require_flags(found: dict[Any, Any], hook: Hook) -> None:
+    """Make tensors of the flags of a hook that are numbers; raise `TypeError` for what is neither."""
+    for key, flag in found.items():
+        if isinstance(flag, bool | int | float | np.number | np.bool_):
+            found[key] = torch.tensor(float(flag), dtype=torch.float32)
+        elif not isinstance(flag, Tensor) or flag.numel() != 1:
+            raise TypeError(
+                f"{type(hook).__name__}.before_step set the flag {key!r} to {shown(flag)}; a veto is 1.0, and 0.0 lets "
+                "the step pass: a float32 tensor of shape (), or a number"
+            )
 
 
 def _takes_part(record: dict[str, Any]) -> bool:

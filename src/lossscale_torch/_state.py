@@ -22,7 +22,7 @@ from lossscale_torch._step_info import StepInfo
 
 READY, UNSCALED, STEPPED = OptState  # access to an enum's members by name is slow
 SPIKE = "spike"
-"""The text under which a guard's veto is recorded."""
+"""The text under which a guard's veto is recorded; that of a second guard begins with it."""
 _HAS_CUDA = torch.backends.cuda.is_built()
 _LARGEST_COUNT = 2**31 - 1
 _WITH_UPDATE_KERNEL = ("cpu", "cuda", "mps", "xpu")
@@ -32,6 +32,11 @@ Found = tuple[bool, bool, bool, bool]
 
 
 # The flags of a step.
+
+
+def is_spike(key: Any) -> bool:
+    """Return whether a flag under `key` is the veto of a guard."""
+    return type(key) is str and key.startswith(SPIKE)
 
 
 def found_on_host(records: Iterable[dict[str, Any]]) -> Found | None:
@@ -45,7 +50,7 @@ def found_on_host(records: Iterable[dict[str, Any]]) -> Found | None:
             if type(key) is not str:
                 had_gradients, overflowed = True, overflowed or is_set
             elif is_set:
-                vetoed, spiked = True, spiked or key == SPIKE
+                vetoed, spiked = True, spiked or is_spike(key)
     return had_gradients, overflowed, vetoed, spiked and not overflowed
 
 
@@ -172,7 +177,7 @@ def advance_on_device(policy: Any, state: OnDevice, tensors: Any, records: Any, 
         info = StepInfo(*step_info(before, after))
     if vetoed is None:
         return info
-    spike = combined((flag for key, flag in flags if key == SPIKE), device)
+    spike = combined((flag for key, flag in flags if is_spike(key)), device)
     return info._replace(applied=info.applied & ~vetoed, spiked=vetoed & (spike != 0.0))
 
 

@@ -28,7 +28,16 @@ from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import Gradients, is_dtensor, moved, params_of
 from lossscale_torch._ranks import groups_of, reduce_max, require_group, require_member, require_same_on_ranks
 from lossscale_torch._snapshots import Buffers
-from lossscale_torch._state import SPIKE, assign, combined, is_being_recorded, may_have_moved, unrecorded
+from lossscale_torch._state import (
+    SPIKE,
+    assign,
+    combined,
+    is_being_recorded,
+    is_spike,
+    may_have_moved,
+    read,
+    unrecorded,
+)
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled, warn
 
@@ -90,35 +99,64 @@ class Guard(Hook):
         check_guard(rule)
         self.rule = rule
         self._states: dict[int, Any] = {}  # by the ids of optimizers; one in the place of another continues its norms
-        self._norms: dict[int, float] = {}  # the last on the host, for an error message
+        self._proposed: dict[int, tuple[Any, str, Any]] = {}
+        """Of this step: the norm, the name of this guard's flag, and the state if the norm is to be remembered."""
         self._loaded: list[Any] = []
 
     def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
         """Veto the step if its norm is a spike. Synchronises for an ordinary optimizer."""
         if "norm" not in record:  # there are no gradients
             return
-        key, norm, value = id(optimizer), record["norm"], None
+        key, norm, found = id(optimizer), record["norm"], record["found_inf_per_device"]
         if key not in self._states:
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
-        is_on_device = isinstance(self._states[key].mean, Tensor)  # where it stays
-        if norm.is_cpu and not is_being_recorded():
-            value = norm.item()
-        elif not getattr(optimizer, "_step_supports_amp_scaling", False) and not is_on_device:
+        state = self._states[key]
+        is_on_device = isinstance(state.mean, Tensor)  # where it stays
+        if not (norm.is_cpu or getattr(optimizer, "_step_supports_amp_scaling", False) or is_on_device):
             (value,) = scaler._read([record], norm)  # the one wait of this step
-        if value is None or is_on_device:
-            flag = self._veto_on_device(key, self._states[key], norm)
+            norm = torch.tensor(value)
+        overflows = [flag for name, flag in found.items() if type(name) is not str]
+        if is_on_device or not norm.is_cpu or is_being_recorded():
+            flag, after = self._check_on_device(key, state, norm, combined(overflows, norm.device))
         else:
             # A norm beyond float32 is a spike, and not an overflow.
-            self._norms[key] = min(value, _LARGEST) if math.isfinite(value) else value
-            accepted, self._states[key] = self.rule.check(self._states[key], self._norms[key])
+            value = norm.item()
+            is_known = value < math.inf and not any(read(overflows, norm.device))
+            norm = min(value, _LARGEST) if is_known else math.inf
+            accepted, after = self.rule.check(state, norm)
             flag = torch.tensor(float(not accepted), dtype=torch.float32)
-        record["found_inf_per_device"][SPIKE] = flag
+        name = SPIKE if SPIKE not in found else f"{SPIKE} {len(found)}"  # of a second guard
+        self._proposed[key], found[name] = (norm, name, after), flag
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
-        """Raise `OverflowStreakError` if a state on the host has reached the guard's `max_streak`."""
-        for key, norm in list(self._norms.items()):
-            if not isinstance(self._states[key].mean, Tensor):
-                check_spike_streak(self.rule, self._states[key], norm)
+        """Remember the norms of steps that were applied, or that only guards refused, this one among them.
+
+        Raises `OverflowStreakError` if a state on the host has reached the guard's `max_streak`.
+        """
+        proposed, self._proposed = self._proposed, {}
+        on_host = {}
+        for key, (norm, name, after) in proposed.items():
+            state, found = self._states[key], scaler._per_optimizer_states[key]["found_inf_per_device"]
+            refuses, device = found[name] != 0.0, found[name].device
+            others = [  # after an overflow there is nothing to remember: the norm was not finite
+                torch.where(refuses, 0.0, moved(flag, device)) if is_spike(other) else flag
+                for other, flag in found.items()
+                if type(other) is str and other != name
+            ]
+            if not isinstance(state.mean, Tensor):
+                if not any(read(others, device)):
+                    self._states[key], on_host[key] = after, norm
+                continue
+            if others:
+                is_vetoed = combined(others, device) != 0.0
+                after = [torch.where(is_vetoed, *pair) for pair in zip(state, after, strict=True)]
+            torch._foreach_copy_(list(state), list(after))
+        for key, norm in on_host.items():
+            check_spike_streak(self.rule, self._states[key], norm)
+
+    def abandon(self, scaler: Any) -> None:
+        """Remember nothing of a step that was not decided."""
+        self._proposed = {}
 
     def first(self) -> GuardState | None:
         """Return the state of the first optimizer, where it is. Does not synchronise."""
@@ -152,16 +190,17 @@ class Guard(Hook):
                 self._states[key] = after
         self._loaded = loaded
 
-    def _veto_on_device(self, key: int, state: Any, norm: Tensor) -> Tensor:
+    def _check_on_device(self, key: int, state: Any, norm: Tensor, overflow: Tensor) -> tuple[Tensor, Any]:
+        """Return the flag and the state after the step; a state that is still on the host is put there."""
         if not isinstance(state.mean, Tensor):
             with unrecorded(norm.device):
-                state = state._make(torch.tensor(value).to(norm.device) for value in state)
-            self._states[key] = state
-        norm = moved(norm, state.mean.device)
-        norm = torch.where(torch.isfinite(norm), norm.clamp(max=_LARGEST), norm).float()
+                self._states[key] = state = state._make(torch.tensor(value).to(norm.device) for value in state)
+        device = state.mean.device
+        norm = moved(norm, device)
+        is_known = (moved(overflow, device) == 0.0) & (norm < math.inf)  # float32 squares may have left their range
+        norm = torch.where(is_known, norm.clamp(max=_LARGEST), math.inf).float()
         accepted, after = self.rule.check(state, norm, xp=torch)
-        torch._foreach_copy_(list(state), list(after))
-        return (~accepted).float()
+        return (~accepted).float(), after
 
     def __reduce__(self) -> Any:
         return _guard_with, (self.rule, self.states())
@@ -277,16 +316,21 @@ class SameOnRanks(Hook):
     def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
         """Replace the flags by their maximum over the ranks. Does not synchronise with the host."""
         groups = self._groups([optimizer])
-        if not groups or record.get("known_to") == groups:
+        if not groups or (record.get("known_to") == groups and not scaler._can_veto):
             return
         found, device = record["found_inf_per_device"], scaler._scale.device
-        kinds = [[flag for key, flag in found.items() if type(key) is not str]]
-        if scaler._can_veto:
-            kinds += [[found[SPIKE]] if SPIKE in found else [], [f for key, f in found.items() if is_veto(key)]]
-        flags = torch.stack([(combined(each, device) != 0.0).float() for each in kinds])
-        reduce_max(flags, groups)
+        overflow, veto = (
+            (combined([flag for key, flag in found.items() if (type(key) is str) is is_text], device) != 0.0).float()
+            for is_text in (False, True)
+        )
+        norm = moved(record["norm"], device).float() if "norm" in record else torch.zeros_like(overflow)
+        row = torch.stack([overflow, veto, torch.where(overflow == 0.0, norm, math.inf)])
+        reduce_max(row, groups)
+        overflow, veto, norm = row.unbind()
         found.clear()
-        found.update(zip((device, SPIKE, "veto"), flags.unbind(), strict=False))
+        found.update({device: overflow, "veto": veto} if scaler._can_veto else {device: overflow})
+        if scaler._needs_norm:
+            record["norm"] = norm
 
     def any_of(self, mine: bool, optimizers: list[Any], device: torch.device) -> bool:
         """Return whether something holds on a rank, for ranks that share a decision; else False with several ranks."""
@@ -313,11 +357,6 @@ class SameOnRanks(Hook):
 
     def __reduce__(self) -> Any:
         return SameOnRanks, ()
-
-
-def is_veto(key: Any) -> bool:
-    """Return whether a flag under `key` is a veto other than a guard's."""
-    return type(key) is str and key != SPIKE
 
 
 class Resumption(Hook):
