@@ -42,11 +42,11 @@ class Fused:
 
         A factor that the user has set before is multiplied in.
         """
-        scale = scaler._scale
+        scale, holder = scaler._scale, holders(optimizer)[0]
         # An optimizer may write to it. A clip may have left its own to the kernel.
         factor = scale.clone() if record["stage"] is READY else record.get("factor")
         # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
-        preset = getattr(optimizer, "grad_scale", None) if getattr(optimizer, "found_inf", None) is None else None
+        preset = getattr(holder, "grad_scale", None) if getattr(holder, "found_inf", None) is None else None
         if preset is not None:
             factor = preset if factor is None else factor * preset
         found = combined(record["found_inf_per_device"].values(), scale.device)
@@ -55,20 +55,23 @@ class Fused:
 
 def step_with_flag(step: Any, optimizer: Any, found: Tensor, factor: Tensor | None, *args: Any, **kwargs: Any) -> Any:
     """Call a fused optimizer's `step`, which divides gradients by a factor, and changes nothing at a flag of 1.0."""
-    states = getattr(optimizer, "state", {})
-    known = len(states)
+    kernels = holders(optimizer)
+    known = [len(getattr(each, "state", ())) for each in kernels]
     flag: Any = found
     flag.is_left_over = True  # if it is there before the next step, which an interrupted one began
     try:
-        # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
-        optimizer.found_inf, optimizer.grad_scale = found, factor
+        for each in kernels:
+            # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
+            each.found_inf, each.grad_scale = found, factor
         result = step(*args, **kwargs)
     finally:
-        for name in ("grad_scale", "found_inf"):
-            if hasattr(optimizer, name):
-                delattr(optimizer, name)
-    if len(states) > known:
-        _zero_unwritten_momentum([*states.values()][known:], found)
+        for each in kernels:
+            for name in ("grad_scale", "found_inf"):
+                if hasattr(each, name):
+                    delattr(each, name)
+    for each, count in zip(kernels, known, strict=True):
+        if len(getattr(each, "state", ())) > count:
+            _zero_unwritten_momentum([*each.state.values()][count:], found)
     return result
 
 
@@ -91,10 +94,31 @@ def kind_of(optimizer: Any) -> type[Plain] | type[Fused] | type[Legacy]:
     the inner optimizer would not receive them.
     """
     if not getattr(optimizer, _FUSED, False):
-        return Plain
+        return _kind_of_container(optimizer) if "optimizers" in getattr(optimizer, "__dict__", ()) else Plain
     if _FUSED not in getattr(optimizer, "__dict__", ()) and not hasattr(type(optimizer), _FUSED):
         return Plain
     return Legacy if _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)) else Fused
+
+
+def holders(optimizer: Any) -> list[Any]:
+    """Return the optimizers whose kernels step a fused one: itself, or those in a container such as torchtitan's."""
+    held = getattr(optimizer, "__dict__", {}).get("optimizers")
+    is_container = isinstance(held, list | tuple) and all(hasattr(each, "param_groups") for each in held)
+    return list(held) if held and is_container and not getattr(optimizer, _FUSED, False) else [optimizer]
+
+
+def _kind_of_container(optimizer: Any) -> type[Plain] | type[Fused]:
+    """Return whether all optimizers in a container are fused; warn if only some are, or one is a container."""
+    held = holders(optimizer)
+    kinds = {kind_of(each) for each in held if each is not optimizer}
+    if kinds == {Fused} and all(holders(each) == [each] for each in held):
+        return Fused
+    if not kinds <= {Plain}:
+        warn(
+            f"{type(optimizer).__name__} holds fused optimizers beside ordinary ones, or in a container; it is stepped "
+            "as an ordinary optimizer, which waits for the device once; give it fused optimizers only"
+        )
+    return Plain
 
 
 @functools.lru_cache(maxsize=64)

@@ -783,10 +783,9 @@ class GradScaler(torch.amp.GradScaler):
     def check_sync(self) -> None:
         """Raise `SyncError` with the ranks that have another state than rank 0; every rank of the group must call it.
 
-        The ranks are those of `process_group`, or all, and the state is with the entries of hooks. Call it once after
-        loading: a rank with another loss scale would
-        take other steps. `SyncError` is also raised for a rank that is not in `process_group`. Synchronises with the
-        host.
+        The ranks are those of `process_group`, or all; the entries of hooks are a part of the state. Call it once after
+        loading: a rank with another loss scale would take other steps. `SyncError` is also raised for a rank that is
+        not in `process_group`. Synchronises with the host.
         """
         ranks = next(hook for hook in self._hooks if isinstance(hook, SameOnRanks))
         mine = state_to_dict(self._state_on_host(), self.policy)

@@ -26,6 +26,7 @@ from lossscale_core.adapters import (
 )
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import Gradients, is_dtensor, moved, params_of
+from lossscale_torch._optimizers import Plain, kind_of
 from lossscale_torch._ranks import groups_of, reduce_max, require_group, require_member, require_same_on_ranks
 from lossscale_torch._snapshots import Buffers
 from lossscale_torch._state import (
@@ -112,7 +113,7 @@ class Guard(Hook):
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
         state = self._states[key]
         is_on_device = isinstance(state.mean, Tensor)  # where it stays
-        if not (norm.is_cpu or getattr(optimizer, "_step_supports_amp_scaling", False) or is_on_device):
+        if not norm.is_cpu and not is_on_device and kind_of(optimizer) is Plain:
             (value,) = scaler._read([record], norm)  # the one wait of this step
             norm = torch.tensor(value)
         overflows = [flag for name, flag in found.items() if type(name) is not str]

@@ -7,8 +7,10 @@ import warnings
 import pytest
 import torch
 
+from lossscale_core import SpikeGuard
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch import GradScaler
+from tests.adapters.emulated_device import Emulated
 from tests.adapters.test_torch_differences import _Delegating
 
 
@@ -158,3 +160,82 @@ def test_a_fused_step_may_be_interrupted_anywhere():
         assert param.item() == 0.0, number
         assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
     assert number > 30
+
+
+# -- several optimizers in one -----------------------------------------------------------------------------------------
+
+
+class _Container(torch.optim.Optimizer):
+    """An optimizer that holds several and steps each, as torchtitan's does."""
+
+    def __init__(self, optimizers):
+        self.optimizers, self.steps = optimizers, 0
+        super().__init__([param for each in optimizers for group in each.param_groups for param in group["params"]], {})
+
+    def step(self, *args, **kwargs):
+        """Step each."""
+        self.steps += 1
+        for each in self.optimizers:
+            each.step(*args, **kwargs)
+
+
+def _contained(kinds, device="cpu"):
+    params = [torch.nn.Parameter(torch.ones(2, device=device)) for _ in kinds]
+    each = [
+        torch.optim.SGD([param], lr=1.0, momentum=0.9, fused=fused) for param, fused in zip(params, kinds, strict=True)
+    ]
+    return params, _Container(each)
+
+
+@pytest.mark.parametrize("call", [None, "unscale_", "unscale_and_clip_", "guard"])
+def test_a_container_of_fused_optimizers_is_fused(call):
+    """Each gets flag and factor, the container's own step is called with its hooks, and the host reads nothing."""
+    with Emulated("mps"):
+        params, container = _contained([True, True], "mps")
+        stepped = []
+        container.register_step_post_hook(lambda *_: stepped.append(1))
+        guard = SpikeGuard(warmup=9) if call == "guard" else None
+        scaler = GradScaler("mps", init_scale=8.0, guard=guard)
+        for size, expected in [(1.0, 0.0), (float("inf"), 0.0), (1.0, -1.9)]:
+            for param, one in zip(params, (1.0, size), strict=True):
+                param.grad = torch.full_like(param, one * 8.0)
+            scaler.scale(torch.ones((), device="mps"))
+            if call and call != "guard":
+                getattr(scaler, call)(container, *([9.0] if "clip" in call else []))
+            reads = Emulated.reads
+            scaler.step(container)
+            info = scaler.update()
+            assert Emulated.reads == reads
+            assert bool(info) == (size == 1.0)
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0, "loss_scale": 8.0})
+            assert [param[0].item() for param in params] == [pytest.approx(expected)] * 2
+        assert (len(stepped), container.steps) == (3, 3)
+        assert not any(hasattr(each, "found_inf") for each in container.optimizers)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_mixed_or_nested_container_is_told(is_nested):
+    """It is stepped as an ordinary optimizer, with the right result, and a warning says that this reads the flag."""
+    params, container = _contained([True, is_nested])
+    container = _Container([container]) if is_nested else container
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for size in (1.0, float("inf")):
+        for param in params:
+            param.grad = torch.full_like(param, size * 8.0)
+        scaler.scale(torch.ones(()))
+        with pytest.warns(UserWarning, match="holds .* stepped as an ordinary optimizer, which waits for the device"):
+            scaler.step(container)
+        assert bool(scaler.update()) == (size == 1.0)
+    assert [param[0].item() for param in params] == [0.0, 0.0]
+
+
+def test_a_container_of_ordinary_optimizers_is_one():
+    """Nothing is said."""
+    params, container = _contained([False, False])
+    for param in params:
+        param.grad = torch.full_like(param, 8.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(container)
+    assert scaler.update()
+    assert [param[0].item() for param in params] == [0.0, 0.0]

@@ -44,7 +44,7 @@ PLAN = {
         _checkpoint: _state _versions
         _verbs: _gradients _ranks
         _optimizers: _gradients _state _versions
-        hooks: _gradients _ranks _snapshots _state _step_info _versions
+        hooks: _gradients _optimizers _ranks _snapshots _state _step_info _versions
         _attach: _gradients _versions hooks
         _clip: _gradients _optimizers _ranks _state
         _report: _gradients _verbs
