@@ -1,0 +1,204 @@
+"""Models whose forward pass overflows in float16 at every loss scale, each in another way, and all well in float32."""
+
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    """One head of attention; its softmax is written out and subtracts no maximum."""
+
+    def __init__(self, width, gain):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.gain = gain
+
+    def forward(self, x):
+        scores = self.gain * self.query(x) @ self.key(x).transpose(-1, -2) / x.shape[-1] ** 0.5
+        weights = scores.exp()
+        return self.out(weights / weights.sum(-1, keepdim=True) @ self.value(x))
+
+
+class RMSNorm(nn.Module):
+    """The root mean square is computed in the dtype of the input."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class GatedMLP(nn.Module):
+    """Llama's feed-forward layer."""
+
+    def __init__(self, width, gain):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(width, 32), nn.Linear(width, 32), nn.Linear(32, width)
+        self.gain = gain
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gain * self.gate(x)) * (self.gain * self.up(x))) / self.gain**2
+
+
+class T5FeedForward(nn.Module):
+    """T5's feed-forward layer: the output of `wo` is large, and the residual stream has room for it in float32."""
+
+    def __init__(self, width, gain):
+        super().__init__()
+        self.norm, self.wi, self.wo = RMSNorm(width), nn.Linear(width, 32, bias=False), nn.Linear(32, width, bias=False)
+        nn.init.constant_(self.wo.weight, gain)
+
+    def forward(self, x):
+        return x + self.wo(self.wi(self.norm(x)).relu())
+
+
+class Residual(nn.Module):
+    """A block that adds to the residual stream; a stream of several blocks exceeds what float16 holds."""
+
+    def __init__(self, width, gain):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.gain = gain
+
+    def forward(self, x):
+        return x + self.gain * (1.0 + self.linear(self.norm(x.float())).tanh())
+
+
+class Exp(nn.Module):
+    """The sizes of boxes, from their logarithms, as in a head of a detector."""
+
+    def __init__(self, width, shift):
+        super().__init__()
+        self.linear, self.shift = nn.Linear(width, width), shift
+
+    def forward(self, x):
+        return (self.linear(x) + self.shift).exp()
+
+
+class Pool(nn.Module):
+    """The mean over a long axis, as a sum that is divided afterwards."""
+
+    def forward(self, x):
+        return x.sum(1) / x.shape[1]
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss, a sum of squares in the dtype of the predictions."""
+
+    def __init__(self, body, criterion):
+        super().__init__()
+        self.body, self.criterion = body, criterion
+
+    def forward(self, x, y):
+        return self.criterion(self.body(x), y)
+
+
+class SumOfSquares(nn.Module):
+    def forward(self, out, y):
+        return (30.0 * (out - y.to(out.dtype))).square().sum()
+
+
+class Experts(nn.Module):
+    """Experts that are added in place to a buffer in the dtype of the input; the output of one overflows."""
+
+    def __init__(self, width, gain):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        _scaled(self.experts[1], gain)
+
+    def forward(self, x):
+        x = x.flatten(0, 1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = torch.arange(index, len(x), 2)
+            out.index_add_(0, rows, expert(x[rows]))
+        return out.unflatten(0, (8, -1))
+
+
+def _scaled(module, gain):
+    """Multiply the weights of a module."""
+    with torch.no_grad():
+        module.weight.mul_(gain)
+    return module
+
+
+def _sequential(*layers):
+    """Return a model from a linear layer, whose output autocast makes float16, to a head behind a norm."""
+    return nn.Sequential(nn.Linear(16, 16), *layers, nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+MODELS = {
+    "exp without a maximum": lambda: _sequential(Attention(16, 60.0)),
+    "squares of RMSNorm": lambda: nn.Sequential(_scaled(nn.Linear(16, 16), 1e3), RMSNorm(16), nn.Linear(16, 4)),
+    "gated MLP": lambda: _sequential(GatedMLP(16, 1.0), GatedMLP(16, 3e3)),
+    "T5's wo": lambda: _sequential(T5FeedForward(16, 1.0), T5FeedForward(16, 3e4)),
+    "residual stream": lambda: _sequential(*(Residual(16, 2e4) for _ in range(5))),
+    "InstanceNorm": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 3), _scaled(nn.Conv2d(4, 4, 3), 3e5), nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(192, 4)
+    ),
+    "exp": lambda: _sequential(Exp(16, 11.0)),
+    "long sum": lambda: nn.Sequential(_scaled(nn.Linear(16, 16), 4e2), nn.Softplus(), Pool(), nn.Linear(16, 4)),
+    "loss in float16": lambda: WithLoss(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), SumOfSquares()),
+    "experts in place": lambda: _sequential(Experts(16, 2e5)),
+}
+SHAPES = {"InstanceNorm": (8, 1, 8, 16), "long sum": (8, 1024, 16)}
+
+
+def _of_t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, feed_forward_proj="gated-gelu",
+        pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config)
+    _scaled(model.encoder.block[1].layer[1].DenseReluDense.wo, 1e6)
+    return model
+
+
+def _of_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    _scaled(model.model.layers[1].mlp.up_proj, 1e4)
+    _scaled(model.model.layers[1].mlp.gate_proj, 1e4)
+    _scaled(model.model.layers[1].mlp.down_proj, 1e-7)
+    return model
+
+
+def _of_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, attn_implementation="eager",
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    _scaled(model.transformer.h[1].attn.c_attn, 3e4)
+    return model
+
+
+FROM_TRANSFORMERS = {"T5": _of_t5, "Llama": _of_llama, "GPT-2": _of_gpt2}
+"""Models with random weights of which some are scaled up."""
+
+
+def made(name):
+    """Return a model and its loss, a function of whether autocast computes it in float16."""
+    torch.manual_seed(0)
+    model = (MODELS | FROM_TRANSFORMERS)[name]().eval()  # without dropout, so that runs can be compared
+    x = torch.randn(SHAPES.get(name, (8, 6, 16)))
+    tokens = torch.randint(0, 32, (8, 6))
+
+    def loss_of(in_float16=True):
+        with torch.autocast("cpu", torch.float16, enabled=in_float16):
+            if name in FROM_TRANSFORMERS:
+                return model(input_ids=tokens, labels=tokens).loss
+            y = x.flatten(2).sum(-1).tanh()[..., None] if name in SHAPES else x[..., :4].tanh()
+            if isinstance(model, WithLoss):
+                return model(x, y)
+            out = model(x)
+        return (out.float() - y.mean(1) if name in SHAPES else out.float() - y).square().mean()
+
+    return model, loss_of
