@@ -3,20 +3,21 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from lossscale_core import SpikeGuard
-from lossscale_core.adapters import check_setting
-from lossscale_core.errors import CallOrderError, OverflowStreakError
+from lossscale_core.adapters import check_setting, shown
+from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import params_of
 from lossscale_torch._optimizers import Legacy, kind_of
 from lossscale_torch._ranks import require_member
 from lossscale_torch._scaler import GradScaler
+from lossscale_torch._skip_log import SkipLog, names_of
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
 from lossscale_torch.hooks import Guard
@@ -30,6 +31,8 @@ def guarded(
     max_norm: float | None = None,
     guard: SpikeGuard | None = None,
     max_streak: int | None = None,
+    on_bad: Literal["skip", "raise"] = "skip",
+    names: torch.nn.Module | Iterable[tuple[str, Tensor]] | None = None,
     process_group: Any = None,
 ) -> OptimizerT:
     """Make the steps of an optimizer atomic, in any dtype, and return it: a step with a bad gradient changes nothing.
@@ -47,8 +50,13 @@ def guarded(
     `StepInfo` with a scale of 1, which is true if the step was applied. A closure runs once, before the gradients are
     measured. Use it without a loss scale, in bfloat16 or float32; a `GradScaler` does the same by itself.
 
-    An ordinary optimizer costs one host synchronisation a step. A fused one costs none: its kernel skips and clips, and
-    `last_step` stays on the device; hooks after its step run for skipped steps, too.
+    An ordinary optimizer costs one host synchronisation a step, and one more at the first bad one. A fused one costs
+    none: its kernel skips and clips, and `last_step` stays on the device; hooks after its step run for skipped steps,
+    too.
+
+    The first skipped step is a warning on the logger `lossscale`, with the names of the parameters if the host knows
+    the step, and on one rank. Then a line comes if too many steps are skipped, as from a scaler. After a fused
+    optimizer on a CUDA device these lines come a few steps later, and nothing waits for them.
 
     Args:
         optimizer: An optimizer of torch or of another package. It keeps its identity and its methods, and gets a
@@ -57,6 +65,10 @@ def guarded(
         guard: A `SpikeGuard`, whose memory is in the `state_dict` of the optimizer.
         max_streak: The number of bad steps in a row, NaN or infinity, that raises an error. A fused optimizer is read
             once in as many steps.
+        on_bad: `"raise"` ends the run at the first bad step, by an `OverflowStreakError` before anything has changed;
+            after a fused optimizer on a device by an assertion there, after which the process can save nothing.
+        names: The model, or pairs of a name and a parameter, for the line about the first skipped step. Without it the
+            names are those that the optimizer was made with, or places and shapes.
         process_group: The group of ranks that decide together. For parameters sharded over a device mesh, and for
             gradients that all ranks share, as under DistributedDataParallel, this needs no group.
 
@@ -65,16 +77,19 @@ def guarded(
 
     Raises:
         TypeError: For what is not an optimizer, and one that computes the gradients several times in a step.
-        PolicyError: For a `max_norm`, a `guard` or a `max_streak` that breaks its rule.
+        PolicyError: For a `max_norm`, a `guard` or a `max_streak` that breaks its rule, and for another `on_bad`.
         CallOrderError: For an optimizer that is guarded already; from `step`, if it is also given to a scaler.
-        OverflowStreakError: From `step`, at `max_streak`, and at the `max_streak` of the guard.
+        OverflowStreakError: From `step`, at `max_streak`, at the `max_streak` of the guard, and with `on_bad="raise"`.
     """
     if hasattr(optimizer, "_lossscale"):
         raise CallOrderError(f"this {type(optimizer).__name__} is guarded already; call guarded() once")
     if reason := _unfit(optimizer):
         raise TypeError(f"guarded() was given {type(optimizer).__name__}, which {reason}")
     made: Any = optimizer
+    if on_bad not in ("skip", "raise"):
+        raise PolicyError(f'on_bad={shown(on_bad)} must be "skip" or "raise"; leave it out to skip bad steps')
     scaler = _Step(guard, max_norm, max_streak, process_group)
+    scaler._hooks.append(SkipLog(names_of(optimizer, names), on_bad == "raise", process_group))
     vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
     made._lossscale, made.last_step = scaler, None
     made.__class__ = _guarded_class(made.__class__)

@@ -32,7 +32,7 @@ def overflow_report(
     """
     gradients = [
         (name, lifted(values).cpu().numpy())
-        for name, param in _pairs(named_parameters)
+        for name, param in pairs(named_parameters, "overflow_report")
         if param.grad is not None
         for values in [values_of(param.grad.detach())]
         if not bool(torch.isfinite(values).all())
@@ -40,19 +40,19 @@ def overflow_report(
     return OverflowReport(gradients, loss_finite=None if loss is None else bool(all_finite(loss)))
 
 
-def _pairs(named_parameters: object) -> Iterator[tuple[str, Tensor]]:
+def pairs(named_parameters: object, caller: str) -> Iterator[tuple[str, Tensor]]:
     """Yield each pair of a name and a parameter; raise `TypeError` for what is not one."""
     if isinstance(named_parameters, Module) or not isinstance(named_parameters, Iterable):
-        raise _refusal(type(named_parameters).__name__)
+        raise _refusal(type(named_parameters).__name__, caller)
     for pair in named_parameters:
         match pair:
             case (name, Tensor() as param):
                 yield name, param
             case _:
-                raise _refusal(f"an iterable of {type(pair).__name__}")
+                raise _refusal(f"an iterable of {type(pair).__name__}", caller)
 
 
-def _refusal(given: str) -> TypeError:
+def _refusal(given: str, caller: str) -> TypeError:
     return TypeError(
-        f"overflow_report was given {given}; it takes pairs of a name and a parameter; pass model.named_parameters()"
+        f"{caller} was given {given}; it takes pairs of a name and a parameter; pass model.named_parameters()"
     )

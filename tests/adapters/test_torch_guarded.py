@@ -1,9 +1,12 @@
 """`guarded`: an optimizer's step is taken as a whole or not at all, without a scaler."""
 
 import copy
+import logging
 import math
 import pickle
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
-from lossscale_torch import GradScaler, guarded
+from lossscale_torch import GradScaler, _skip_log, guarded
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.test_torch_distributed import _local, _on_ranks
 from tests.torch_versions import FSDP2
@@ -226,7 +229,7 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize(("fused", "reads"), [(False, 1), (True, 0)], ids=["plain", "fused"])
 def test_a_fused_optimizer_is_not_read(fused, reads):
-    """The flag and the clip factor stay on the device, and the outcome there."""
+    """The flag and the clip factor stay on the device, and the outcome there; names are read at the first bad step."""
     with Emulated("mps") as device:
         param = nn.Parameter(torch.ones(4, device="mps"))
         optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
@@ -236,7 +239,7 @@ def test_a_fused_optimizer_is_not_read(fused, reads):
             before = device.reads
             optimizer.step()
             if number > 0:
-                assert device.reads - before == reads
+                assert device.reads - before == (2 * reads if math.isnan(value) else reads)
             assert bool(optimizer.last_step) is math.isfinite(value)
             assert not hasattr(optimizer, "found_inf")
 
@@ -264,3 +267,205 @@ def _train(rank, world_size, kind, fused):
 def test_ranks_decide_together(kind, fused):
     """A bad gradient on one rank skips on each: by a group, or by the norm of sharded parameters."""
     _on_ranks(2, partial(_train, kind=kind, fused=fused))
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def _bad_steps(optimizer, params, count, bad=float("nan")):
+    for number in range(count):
+        for place, param in enumerate(params):
+            param.grad = torch.full_like(param, bad if number and place else 1.0)
+        optimizer.step()
+
+
+def _lines(caplog):
+    return [(record.event, record.getMessage()) for record in caplog.records]
+
+
+@FUSED
+def test_the_first_skipped_step_is_logged_with_its_parameters(fused, caplog):
+    """Once; then the watch says how many. In bfloat16 as in any dtype."""
+    model = _model(torch.bfloat16)
+    optimizer = guarded(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), names=model)
+    _bad_steps(optimizer, [*model.parameters()], 40)
+    (first, text), (second, often) = _lines(caplog)
+    assert (first, second) == ("skipped_step", "skipping too often")
+    assert text.startswith("step 2 of AdamW was skipped: the gradients of 0.bias, 1.weight, 1.bias are not finite;")
+    assert "31 of 32 steps" in often
+
+
+def test_parameters_have_a_name_without_a_model(caplog):
+    """That with which the optimizer was made, or a place and a shape; of many parameters the first four are named."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    optimizer = guarded(torch.optim.SGD(model.parameters(), lr=1.0))
+    _bad_steps(optimizer, [*model.parameters()], 2)
+    text = _lines(caplog)[0][1]
+    assert "the gradients of parameter 1 of group 0 (shape (2,)), parameter 2 " in text
+    assert ", parameter 4 of group 0 (shape (2, 2)) and 1 more are not finite" in text
+    optimizer = guarded(torch.optim.SGD(model.named_parameters(), lr=1.0))
+    _bad_steps(optimizer, [*model.parameters()], 2)
+    assert "the gradients of 0.bias, 1.weight" in _lines(caplog)[1][1]
+
+
+def test_a_refused_norm_is_logged(caplog):
+    """With the norm."""
+    param = nn.Parameter(torch.ones(1))
+    optimizer = guarded(torch.optim.SGD([param], lr=1e-3), guard=SpikeGuard(warmup=1))
+    for size in (1.0, 1.0, 500.0):
+        param.grad = torch.full((1,), size)
+        optimizer.step()
+    assert "step 3 of SGD was skipped: its gradient norm of 500 is far above" in _lines(caplog)[0][1]
+
+
+@FUSED
+def test_a_bad_step_can_end_the_run(fused):
+    """Before anything has changed, with the names; the run can go on if the error is caught."""
+    model = _model()
+    optimizer = guarded(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), names=model, on_bad="raise")
+    _bad_steps(optimizer, [*model.parameters()], 1)
+    before = [tensor.clone() for tensor in _tensors(model, optimizer)]
+    for number in (2, 3):
+        with pytest.raises(
+            OverflowStreakError, match=f"step {number} of AdamW was not taken: the gradients of 0.weight"
+        ):
+            _step(model, optimizer, number, bad=float("inf"))
+        assert not optimizer.last_step
+        assert _same(before, _tensors(model, optimizer))
+    _step(model, optimizer, 4)
+    assert optimizer.last_step
+
+
+def test_a_bad_step_on_a_device_ends_the_run_there():
+    """By an assertion that the host does not wait for."""
+    with Emulated("mps"):
+        param = nn.Parameter(torch.ones(2, device="mps"))
+        optimizer = guarded(torch.optim.SGD([param], lr=1.0, fused=True), on_bad="raise")
+        param.grad = torch.ones(2, device="mps")
+        optimizer.step()
+        assert Emulated.reads == 0
+        param.grad = torch.full((2,), float("nan"), device="mps")
+        with pytest.raises(RuntimeError, match="a step of SGD had gradients that are not finite, or a spike"):
+            optimizer.step()
+
+
+class _LateCopy(_skip_log.LateCopy):
+    """A copy that arrives at the second look, from an emulated device."""
+
+    DEVICES = ("mps",)
+
+    def __init__(self, tensors):
+        self.looks, self.values = 0, [number for each in tensors for number in each.values.clone().tolist()]
+
+    def numbers(self):
+        """Return the numbers if they have arrived."""
+        self.looks += 1
+        return self.values if self.looks > 1 else None
+
+
+def test_a_step_on_a_device_is_logged_late(caplog, monkeypatch):
+    """When the copy of the counts has arrived, without a read; then as often as the watch looks."""
+    monkeypatch.setattr(_skip_log, "LateCopy", _LateCopy)
+    with Emulated("mps"):
+        param = nn.Parameter(torch.ones(2, device="mps"))
+        optimizer = guarded(torch.optim.SGD([param], lr=1.0, fused=True), guard=SpikeGuard())
+        for number in range(70):
+            param.grad = torch.full((2,), float("nan") if number > 1 else 1.0, device="mps")
+            optimizer.step()
+            if number == 10:
+                assert len(_lines(caplog)) == 1
+        assert Emulated.reads == 0
+    (first, text), (second, often) = _lines(caplog)
+    assert (first, second) == ("skipped_step", "skipping too often")
+    assert re.match(r"[12] of the first [4-7] steps of SGD were skipped: gradients were not finite", text)
+    assert "the last 30 steps in a row overflowed" in often
+
+
+def _one_rank_speaks(rank, world_size):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("lossscale").addHandler(handler)
+    param = nn.Parameter(torch.ones(1))
+    optimizer = guarded(torch.optim.SGD([param], lr=1.0), process_group=dist.group.WORLD)
+    param.grad = torch.full((1,), float("nan") if rank == 1 else 1.0)
+    optimizer.step()
+    expected = (
+        "step 1 of SGD was skipped: the gradients of another rank are not finite; parameters and the optimizer's "
+    )
+    assert lines == ([f"{expected}state stay as they were"] if rank == 0 else [])
+
+
+def test_one_rank_speaks():
+    """The first, also where the gradients of another are bad."""
+    _on_ranks(2, _one_rank_speaks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"on_bad": "stop"}, PolicyError, """on_bad='stop' must be "skip" or "raise"; leave it out"""),
+        ({"names": 3}, TypeError, r"guarded\(names=\) was given int; .* pass model.named_parameters\(\)"),
+        ({"names": ["weight"]}, TypeError, r"guarded\(names=\) was given an iterable of str"),
+    ],
+)
+def test_arguments_that_are_refused(settings, error, text):
+    """With value, rule and remedy, and the optimizer stays as it was."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(error, match=text):
+        guarded(optimizer, **settings)
+    assert type(optimizer) is torch.optim.SGD
+    assert guarded(optimizer) is optimizer
+
+
+# -- what people write by hand -----------------------------------------------------------------------------------------
+
+
+def _rows():
+    table = (
+        Path("docs/do-i-need-this.md").read_text("utf-8").partition("| by hand | instead |\n")[2].partition("\n\n")[0]
+    )
+    return [re.findall("`([^`]+)`", row) for row in table.splitlines()[1:]]
+
+
+def _run_by(check, step, bad_steps):
+    """Take eight steps with a NaN in some, and one large norm; return what there is then, or the error's type."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"model": model, "optimizer": optimizer, "torch": torch, "guarded": guarded, "SpikeGuard": SpikeGuard}
+    names |= {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "bad": 0, "typical": 1.0}
+    if check.startswith("guarded("):
+        exec(check, names)
+        check = "optimizer.step()"
+    elif "optimizer.last_step" in check:
+        guarded(optimizer, max_norm=1.0)
+        check = f"optimizer.step()\n{check}"
+    for number in range(8):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, math.nan if number in bad_steps else 1e3 if number == 6 else 1.0)
+        names |= {"number": number, "before": copy.deepcopy(model.state_dict())}
+        if not hasattr(optimizer, "last_step"):
+            names["norm"] = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        try:
+            exec(step.replace("check", check), names)
+        except (FloatingPointError, AssertionError):
+            return "stopped", number
+    return [*model.parameters()], names["scheduler"].last_epoch
+
+
+@pytest.mark.parametrize(("by_hand", "instead"), [row[:2] for row in _rows()])
+def test_what_people_write_by_hand(by_hand, instead):
+    """Each row of the page's table runs, and gives what the check by hand gives."""
+    step = "check\nif torch.isfinite(norm): optimizer.step()"
+    if "optimizer.step" in by_hand:
+        step = "check"
+    elif "load_state_dict" in by_hand:
+        step = "optimizer.step()\ncheck"
+    elif "scheduler" in by_hand:
+        step = "if torch.isfinite(norm): optimizer.step()\ncheck"
+    bad_steps = (3, 4, 5) if "bad" in by_hand else (3,)
+    (params, epoch), (ours, our_epoch) = _run_by(by_hand, step, bad_steps), _run_by(instead, "check", bad_steps)
+    assert epoch == our_epoch
+    assert params == ours if params == "stopped" else _same(params, ours)
+    assert (params == "stopped") == ("raise" in by_hand or "assert" in by_hand)

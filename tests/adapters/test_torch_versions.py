@@ -14,6 +14,7 @@ FILES = [*(SOURCES / "lossscale_torch").rglob("*.py"), SOURCES / "lossscale/_rec
 FUNCTIONS = [
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "torch._amp_update_scale_",
+    "torch._assert_async",
     "torch._foreach_copy_",
     "torch._foreach_mul_",
     "torch._foreach_norm",
