@@ -26,6 +26,8 @@ above the limit of the default threshold; at 0.375 it is one in two hundred.
 _EXACT_IN_FLOAT32 = 2**24
 LARGEST_NORM = float(np.finfo(np.float32).max)
 """The largest norm that is a number in float32."""
+SPIKES_HINT = "Look for a change of the data or a learning rate that is too large"
+"""What to do after many spikes in a row."""
 _RULES = {
     "threshold": Rule(
         float, "a number from 1 to 2**126", "pass 8.0, or a larger one to skip fewer steps", 1.0, LARGEST_SCALE
@@ -205,6 +207,6 @@ def check_spike_streak(guard: SpikeGuard, state: GuardState, norm: Any) -> None:
     if guard.max_streak is not None and state.streak >= guard.max_streak:
         raise OverflowStreakError(
             f"a gradient norm of {float(norm):g} is the spike number {int(state.streak)} in a row, which reaches "
-            f"max_streak={guard.max_streak}; the mean of the norms is {float(state.mean):g}. Look for a change of the "
-            "data or a learning rate that is too large, or raise max_streak or threshold"
+            f"max_streak={guard.max_streak}; the mean of the norms is {float(state.mean):g}. {SPIKES_HINT}, or raise "
+            "max_streak or threshold"
         )

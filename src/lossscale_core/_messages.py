@@ -125,7 +125,7 @@ def unknown_name(name: Any, what: str, known: Iterable[str]) -> str:
 
 
 def not_a_state(value: Any, call: str, source: str = "init_state or update") -> TypeError:
-    """Return the error for a value in the place of a state, for example if arguments are swapped.
+    """Return the error for a value in the place of a state, such as a swapped argument or a state that holds one.
 
     Args:
         value: Any value without a loss scale.
@@ -135,6 +135,9 @@ def not_a_state(value: Any, call: str, source: str = "init_state or update") -> 
     Returns:
         The error, to raise.
     """
+    if hasattr(value, "scale_state"):
+        kind = type(value).__name__
+        return TypeError(f"the {kind} is not a state of a policy, but holds one; call {call}, with its scale_state")
     return TypeError(
         f"state={shown(value)} is not a state, since it has no loss_scale; call {call}, with a state that {source} "
         "returned"

@@ -8,19 +8,26 @@ import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._guard import GuardState
+from lossscale_core._guard import SPIKES_HINT, GuardState
 from lossscale_core._messages import shown_number
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import Array, ArrayT_co, ScaleState, read, require_one_state
+from lossscale_core._state import Array, ArrayT_co, ScaleState, loss_scale_of, read, require_one_state
 from lossscale_core.errors import OverflowStreakError
 
-BACKWARD = "a division by zero, or a root or a logarithm at zero, in the backward pass"
+_BACKWARD = "a division by zero, or a root or a logarithm at zero, in the backward pass"
 """What makes gradients NaN at each loss scale though the loss is finite: https://github.com/jax-ml/jax/issues/26328."""
-_STREAK_HINT = (
-    "look for a NaN or infinity in the loss, or raise max_overflow_streak where init_scale is known to be far too large"
+_NOT_THE_SCALE = (
+    f"Look for a NaN or infinity in the inputs, the forward pass and the loss; if the loss is finite, for {_BACKWARD}"
 )
+BAD_LOSS = (
+    "the loss itself is NaN or infinite: no loss scale fixes this; look at the inputs and the learning rate, and at "
+    "logarithms, roots and divisions in the forward pass"
+)
+"""The sentence for a loss that is not finite, which is logged as the event `bad_loss`."""
 _FEW = 5
 _OFTEN = 0.05
+_APART = 1000
+_TIMES_AS_LONG = 10
 
 
 class StepInfo(NamedTuple, Generic[ArrayT_co]):
@@ -79,14 +86,14 @@ class OverflowReport(list[GradientReport]):
     def verdict(self) -> str:
         """A recommendation in one or two clauses; without the loss, the gradients do not show the cause."""
         if self.loss_finite is False:
-            return "the loss itself is not finite: no loss scale fixes this; look at the inputs and the forward pass"
+            return BAD_LOSS
         if not self:
             return "every gradient is finite"
         if self.loss_finite is None:
             return "pass loss= to learn whether the scale or the loss is the cause"
         if any(each.positive_inf or each.negative_inf for each in self):
             return "finite loss: a smaller loss scale usually fixes this"
-        return f"finite loss, NaN without an infinity: a smaller loss scale fixes this unless it comes from {BACKWARD}"
+        return f"finite loss, NaN without an infinity: a smaller loss scale fixes this unless it comes from {_BACKWARD}"
 
     def __str__(self) -> str:
         lines = (
@@ -128,16 +135,11 @@ def step_info(
         TypeError: `before` or `after` is not a state.
         ValueError: The states are on the host, and `after` has fewer steps than `before`.
     """
-    try:
-        streak: Array = after.overflow_streak
-        counts: list[Any] = [state.steps for state in (after, before)]
-        is_swapped = isinstance(counts[0], np.generic) and counts[0] < counts[1]  # on a device it is not read
-    except AttributeError:
-        for state in (before, after):
-            require_one_state(state, "step_info(before, after)")
-        raise
-    if is_swapped:
-        given = "{} steps after {}".format(*counts)
+    used, left = (loss_scale_of(state, "step_info(before, after)") for state in (before, after))
+    streak: Array = after.overflow_streak
+    steps: tuple[Array, Array] = after.steps, before.steps
+    if isinstance(steps[0], np.generic) and steps[0] < steps[1]:  # on a device they are not read
+        given = "{} steps after {}".format(*steps)
         raise ValueError(f"step_info was given states of {given}; call step_info(before, after), in this order")
     # An overflow lengthens the streak, unless it is full; only an overflow leaves a full streak.
     finite = (streak <= before.overflow_streak) & (streak < LARGEST_COUNT)
@@ -145,7 +147,7 @@ def step_info(
     if spiked is not False:
         accepted = not spiked if isinstance(spiked, bool) else ~spiked
         finite, overflowed = finite & accepted, overflowed & accepted
-    return StepInfo(finite, before.loss_scale, after.loss_scale, streak, overflowed, spiked)
+    return StepInfo(finite, used, left, streak, overflowed, spiked)
 
 
 def metrics(
@@ -173,14 +175,10 @@ def metrics(
     numbers = state._asdict()
     numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
     if guard is not None:
-        numbers.update(spikes=guard.spikes, spike_streak=guard.streak, norm_mean=guard.mean)
+        numbers |= {"spikes": guard.spikes, "spike_streak": guard.streak, "norm_mean": guard.mean}
     # NumPy's numbers on the host become Python's, which `json.dumps` takes.
-    return {name: value.item() if _is_numpys(value) else value for name, value in numbers.items()}
-
-
-def _is_numpys(value: object) -> bool:
-    """Return whether a value is one number of NumPy's, a scalar or an array of shape `()`."""
-    return isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
+    numpys = (np.generic, np.ndarray)
+    return {name: value.item() if isinstance(value, numpys) else value for name, value in numbers.items()}
 
 
 def check_overflow_streak(policy: PolicyLike, state: ScaleState) -> None:
@@ -197,17 +195,18 @@ def check_overflow_streak(policy: PolicyLike, state: ScaleState) -> None:
         PolicyError: `policy` is not a policy.
     """
     members = BaseScaling.of(as_policy(policy))
-    limit = members.max_overflow_streak
-    if limit is None:
-        return
-    streak = int(read(state.overflow_streak))
-    if streak >= limit:
-        scale = (
-            f", and the loss scale is down to {shown_number(float(state.loss_scale))}" if members.scales_losses else ""
-        )
-        raise OverflowStreakError(
-            f"overflow_streak={streak} has reached max_overflow_streak={limit}{scale}; {_STREAK_HINT}"
-        )
+    if members.max_overflow_streak is not None and int(read(state.overflow_streak)) >= members.max_overflow_streak:
+        raise OverflowStreakError(_reached_limit(members, state))
+
+
+def _reached_limit(policy: BaseScaling, state: ScaleState[Any]) -> str:
+    streak, limit = int(state.overflow_streak), policy.max_overflow_streak
+    scale = f" at a loss scale of {shown_number(float(state.loss_scale))}" if policy.scales_losses else ""
+    hint = "raise max_overflow_streak where init_scale is known to be far too large"
+    return (
+        f"overflow_streak={streak} has reached max_overflow_streak={limit}{scale}; look for a NaN or infinity in the "
+        f"loss, or {hint}"
+    )
 
 
 def diagnose(
@@ -234,18 +233,11 @@ def diagnose(
         TypeError: `state` is not a state.
     """
     text = _diagnosis(BaseScaling.of(as_policy(policy)), _numbers(state, "diagnose(policy, state)"))
-    if guard is None or not int(guard.spikes):
-        return text
-    spikes, streak = int(guard.spikes), int(guard.streak)
-    text += (
-        f" The guard refused {spikes} {'spike' if spikes == 1 else 'spikes'}; the mean norm is {float(guard.mean):g}."
-    )
-    if streak >= _FEW:
-        text += f" The last {streak} norms in a row were spikes. {_SPIKES_HINT}"
+    if guard is not None and int(guard.spikes):
+        spikes, streak = f"{int(guard.spikes)} spike{'s' * (int(guard.spikes) > 1)}", int(guard.streak)
+        text += f" The guard refused {spikes}; the mean norm is {float(guard.mean):g}."
+        text += f" The last {streak} norms in a row were spikes. {SPIKES_HINT}." if streak >= _FEW else ""
     return text
-
-
-_SPIKES_HINT = "Look for a change of the data or a learning rate that is too large."
 
 
 def _numbers(state: Any, call: str) -> ScaleState[Any]:
@@ -257,60 +249,56 @@ def _numbers(state: Any, call: str) -> ScaleState[Any]:
 def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:
     """Return the verdict, its reason and the recommendation for a state of Python numbers."""
     scale, steps, skipped, streak = state.loss_scale, state.steps, state.skipped_steps, state.overflow_streak
-    applied, finite_in_a_row = steps - skipped, max(0, state.growth_tracker + policy.cooldown)
     start, shown = float(policy.init_state().loss_scale), shown_number(scale)
-    counts = f"{skipped} of {steps} steps skipped"
-    # A state holds its scale in float32. Compared with a bound in float64, a scale at the bound might be above it.
-    low, high = map(np.float32, policy.bounds())
-    at_floor, at_ceiling = policy.adapts and scale <= low, policy.adapts and scale >= high
-    has_fallen = policy.adapts and scale < 1.0 <= start  # below 1 finite losses hardly ever overflow
-    backward = f"if the loss is finite, look for {BACKWARD}"
-    if not policy.scales_losses:
-        hint = f"Look for a NaN or infinity in the inputs, the forward pass and the loss; {backward}."
-    elif policy.adapts and not at_floor and not has_fallen:
-        lowest = start * policy.backoff_factor ** (skipped // policy.hysteresis)  # where a scale that never grew is
-        rarer = "; a longer growth_interval tries a larger scale less often" if scale > 1.0001 * lowest else ""
-        hint = f"Look for a diverging loss{rarer}."
-    elif policy.is_constant() and scale > 1.0:
-        hint = f"A scale of {shown} is too large for these gradients: lower it, or use DynamicScaling."
-    elif scale > 1.0:
-        hint = f"Lower min_scale, or look for a NaN or infinity in the forward pass; {backward}."
-    else:
-        cause = "The cause is usually not the scale but a NaN or infinity in the forward pass"
-        large = ", or lower min_scale" if at_floor else ""
-        hint = f"{cause}: look at the loss and the inputs first; {backward}{large}."
-
-    # The order matters: a run that is stuck or calibrating also skips often, but needs other advice.
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         return f"broken: the loss scale is {scale:g}, which no policy reaches. Restore an earlier checkpoint."
     if not steps:
         return f"not started: no step yet{f'; the first is scaled by {shown}' if policy.scales_losses else ''}."
     if policy.max_overflow_streak is not None and streak >= policy.max_overflow_streak:
-        reached = f"{streak} overflows in a row reach max_overflow_streak={policy.max_overflow_streak}"
-        return f"skipping too often: {reached} ({counts}). {_STREAK_HINT[0].upper()}{_STREAK_HINT[1:]}."
+        return f"skipping too often: {_reached_limit(policy, state)}."
+
+    counts, overflowing = f"{skipped} of {steps} steps skipped", f"the last {streak} steps in a row overflowed"
+    applied, finite_in_a_row = steps - skipped, state.growth_tracker + policy.cooldown
+    # A state holds its scale in float32. Compared with a bound in float64, a scale at the bound might be above it.
+    low, high = map(np.float32, policy.bounds())
+    at_floor, at_ceiling = policy.adapts and scale <= low, policy.adapts and scale >= high
+    has_fallen = policy.adapts and scale < 1.0 <= start  # below 1 finite losses hardly ever overflow
+    interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
+    down = _overflows_down(policy, scale, start)
+    # Each overflow beyond those that lowered the scale reverses a growth, which takes `interval` finite steps.
+    has_grown = scale > start or (not at_floor and 0 < (skipped - down) / policy.hysteresis <= applied / interval)
+
+    if policy.is_constant() and scale > 1.0:
+        hint = f"A scale of {shown} is too large for these gradients: lower it, or use DynamicScaling."
+    elif policy.adapts and not at_floor and not has_fallen:
+        rarer = "; a longer growth_interval tries a larger scale less often" if has_grown else ""
+        hint = f"Look for a diverging loss{rarer}."
+    else:
+        lower = ", or lower min_scale" if at_floor and low > SMALLEST_SCALE else ""
+        hint = f"{_NOT_THE_SCALE}{lower}."
+
+    # The order matters: a run that is stuck or calibrating also skips often, but needs other advice.
     if at_floor and streak >= _FEW:
-        what = (
-            f"the last {streak} steps in a row overflowed and the loss scale cannot go below {shown_number(float(low))}"
-        )
-        return f"stuck at min_scale: {what}. {hint}"
+        least = shown_number(float(low))
+        return f"stuck at min_scale: {overflowing} and the loss scale cannot go below {least}. {hint}"
     # After a few applied steps, or several in a row, the calibration is over.
-    is_over = applied >= _FEW or 0 < applied == finite_in_a_row or at_floor or (has_fallen and streak >= _FEW)
+    is_first_run = 0 < applied == finite_in_a_row  # no step has overflowed after the first finite one
+    is_over = applied >= _FEW or is_first_run or at_floor or (has_fallen and streak >= _FEW)
     if policy.adapts and skipped and not is_over:
         now = f"is {shown}" if scale >= start else f"comes down from {shown_number(start)}, now {shown}"
         advice = "This is normal at the start; a smaller init_scale shortens it."
         return f"calibrating: {counts} while the loss scale {now}. {advice}"
     if streak >= _FEW:
-        return f"skipping too often: the last {streak} steps in a row overflowed ({counts}). {hint}"
+        return f"skipping too often: {overflowing} ({counts}). {hint}"
     if not applied:
         return f"not started: no step applied yet, {counts}. {hint}"
-    interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
     planned = 2.0 * policy.hysteresis / (policy.hysteresis + interval)  # growth tries a larger scale regularly
     tolerated = max(4 if policy.adapts else 2, steps * max(_OFTEN, min(planned, 0.5)))
-    excess = skipped - _calibration(policy, state, start, finite_in_a_row, interval)
-    if excess > tolerated or (at_floor and streak and skipped >= _FEW):
-        return f"skipping too often: {counts}. {hint}"
-    if has_fallen:
-        return f"skipping too often: {counts}, and the loss scale has fallen to {shown}. {hint}"
+    is_down = has_grown or finite_in_a_row >= min(20, interval / 2) or applied >= 10 * skipped  # for good
+    excess = 0 if is_first_run else skipped - (down if is_down else 0)
+    if excess > tolerated or has_fallen or (at_floor and streak and skipped >= _FEW):
+        fallen = f", and the loss scale has fallen to {shown}" if has_fallen else ""
+        return f"skipping too often: {counts}{fallen}. {hint}"
     if at_ceiling and not at_floor and applied >= policy.growth_interval:
         room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
         could = f"the loss scale is {shown} and could grow further ({counts})"
@@ -318,19 +306,12 @@ def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:
     return f"healthy: {counts}{f'; the loss scale is {shown}' if policy.scales_losses else ''}."
 
 
-def _calibration(policy: BaseScaling, state: ScaleState[Any], start: float, finite_in_a_row: int, interval: int) -> int:
-    """Return how many skips lowered the scale from `start`, once it is known that the scale has come down for good."""
-    skipped, applied = state.skipped_steps, state.steps - state.skipped_steps
-    if not policy.adapts or applied == finite_in_a_row:
-        return skipped if policy.adapts else 0
-    if state.loss_scale >= start or policy.backoff_factor >= 1.0:
+def _overflows_down(policy: BaseScaling, scale: float, start: float) -> int:
+    """Return how many overflows lower the scale from `start` to `scale`, if it does not grow in between."""
+    if scale >= start or policy.backoff_factor >= 1.0:
         return 0
-    backoffs = round(math.log(state.loss_scale / start, policy.backoff_factor))
-    down = backoffs * policy.hysteresis if policy.refill_on_backoff else backoffs + policy.hysteresis - 1
-    # The scale has grown since: each later backoff takes `hysteresis` overflows, and reverses a growth.
-    at_floor = state.loss_scale <= np.float32(policy.bounds()[0])
-    has_grown = not at_floor and 0 < (skipped - down) / policy.hysteresis <= applied / interval
-    return down if has_grown or finite_in_a_row >= min(20, interval / 2) or applied >= 10 * skipped else 0
+    backoffs = round(math.log(scale / start, policy.backoff_factor))
+    return backoffs * policy.hysteresis if policy.refill_on_backoff else backoffs + policy.hysteresis - 1
 
 
 class ScaleWatch:
@@ -350,7 +331,7 @@ class ScaleWatch:
     """
 
     def __init__(self) -> None:
-        self._last: ScaleState[Any] | None = None
+        self._steps = 0
         self._verdict = "healthy"
         self._logged: dict[str, tuple[int, int]] = {}  # the step and the streak at which a verdict was logged
         self._has_bad_loss = False
@@ -367,51 +348,35 @@ class ScaleWatch:
             PolicyError: `policy` is not a policy.
             TypeError: `state` is not a state.
         """
-        members, numbers = BaseScaling.of(as_policy(policy)), _numbers(state, "log(policy, state)")
-        last, self._last = self._last, numbers
-        if last is not None and numbers.steps < last.steps:
-            vars(self).update(vars(ScaleWatch()), _last=numbers)
-            last = None
+        numbers = _numbers(state, "log(policy, state)")
+        if numbers.steps < self._steps:
+            vars(self).update(vars(ScaleWatch()))
+        self._steps = numbers.steps
         if loss is not None and not self._has_bad_loss and not math.isfinite(float(loss)):
             self._has_bad_loss = True
-            log_warning("bad_loss", BAD_LOSS)
-        is_fine = last is not None and self._verdict == "healthy" and last.skipped_steps == numbers.skipped_steps
-        if last is not None and is_fine and last.loss_scale == numbers.loss_scale < np.float32(members.bounds()[1]):
-            return  # nothing has happened since
-        text = _diagnosis(members, numbers)
+            log_event("bad_loss", BAD_LOSS)
+        text = _diagnosis(BaseScaling.of(as_policy(policy)), numbers)
         before, self._verdict = self._verdict, text.partition(":")[0]
         if self._verdict == "not started":
             return
         step, streak = self._logged.get(self._verdict, (-_APART, 0))
-        is_longer = numbers.overflow_streak >= _TIMES_AS_LONG * max(streak, 2) and self._verdict not in _QUIET
+        level = "info" if self._verdict in ("calibrating", "healthy") else "warning"
+        is_longer = numbers.overflow_streak >= _TIMES_AS_LONG * max(streak, 2) and level == "warning"
         if is_longer or (before != self._verdict and numbers.steps - step >= _APART):
             self._logged[self._verdict] = numbers.steps, numbers.overflow_streak
-            level = "info" if self._verdict in _QUIET else "warning"
             facts = {name: getattr(numbers, name) for name in ("steps", "loss_scale", "overflow_streak")}
-            _log(level, "lossscale, step %d: %s", numbers.steps, text, event=self._verdict, **facts)
+            log_event(self._verdict, f"lossscale, step {numbers.steps}: {text}", level, **facts)
 
 
-def log_warning(event: str, text: str) -> None:
-    """Log a warning on the logger of this library.
+def log_event(event: str, text: str, level: str = "warning", **facts: Any) -> None:
+    """Log a line on the logger of this library.
 
     Args:
         event: The attribute `event` of the log record.
         text: The line.
+        level: The name of the level in lower case.
+        facts: Further attributes of the log record.
     """
-    _log("warning", text, event=event)
-
-
-def _log(level: str, line: str, *values: Any, **facts: Any) -> None:
     import logging  # most processes log nothing, and it would add a twentieth to the time of importing the core
 
-    getattr(logging.getLogger("lossscale"), level)(line, *values, extra=facts)
-
-
-BAD_LOSS = (
-    "the loss itself is NaN or infinite: no loss scale fixes this; look at the inputs and the learning rate, and at "
-    "logarithms, roots and divisions in the forward pass"
-)
-"""The sentence for a loss that is not finite, which is logged as the event `bad_loss`."""
-_QUIET = ("calibrating", "healthy")
-_TIMES_AS_LONG = 10
-_APART = 1000
+    getattr(logging.getLogger("lossscale"), level)(text, extra={"event": event, **facts})

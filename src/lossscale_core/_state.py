@@ -86,15 +86,12 @@ def loss_scale_of(state: Any, call: str, source: str = "init_state or update") -
 
 
 def require_one_state(state: Any, call: str) -> None:
-    """Raise `TypeError` for what is not a state, holds one, or holds several along a leading axis.
+    """Raise `TypeError` for what is not a state, or holds several along a leading axis.
 
     Args:
         state: A state, or any other value.
         call: The right call, for the error, such as `metrics(state)`.
     """
-    if hasattr(state, "scale_state"):
-        kind = type(state).__name__
-        raise TypeError(f"the {kind} is not a state of a policy, but holds one; call {call}, with its scale_state")
     scale = loss_scale_of(state, call)
     if getattr(scale, "ndim", 0):  # None for a tensor of TensorFlow whose rank is not known
         raise TypeError(

@@ -15,7 +15,7 @@ from lossscale_core._messages import (
     unknown_name,
     warn_caller,
 )
-from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak, log_warning
+from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak, log_event
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, explain_arguments
 from lossscale_core._state import loss_scale_of
 from lossscale_core._step import clip_divisor, decide, norm_by_unit
@@ -34,7 +34,7 @@ __all__ = [
     "decide",
     "explain_arguments",
     "guard_state_from_dict",
-    "log_warning",
+    "log_event",
     "loss_scale_of",
     "norm_by_unit",
     "open_file",

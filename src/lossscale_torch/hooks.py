@@ -20,7 +20,7 @@ from lossscale_core.adapters import (
     check_overflow_streak,
     check_spike_streak,
     guard_state_from_dict,
-    log_warning,
+    log_event,
     shown,
     shown_number,
 )
@@ -422,11 +422,11 @@ class Watch(Hook):
         self.has_bad_loss = has_bad_loss
         if has_bad_loss and not self._has_logged_loss:
             self._has_logged_loss = True
-            log_warning("bad_loss", BAD_LOSS)
+            log_event("bad_loss", BAD_LOSS)
         has_stepped = not info.had_gradients and any(each is not False for each in (info.by_optimizer or {}).values())
         self.without_gradients = self.without_gradients + 1 if has_stepped else 0
         if self.without_gradients == _MANY:
-            log_warning("no_gradients", _NO_GRADIENTS)
+            log_event("no_gradients", _NO_GRADIENTS)
         self._warn_of_steps_elsewhere(scaler, info)
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         self._left -= 1

@@ -80,7 +80,7 @@ def test_it_is_drawn_saved_and_restored(policy, trace):
         (AdditiveScaling(growth_interval=500), [True] + [False] * 5 + [True] * 30, "healthy"),
         (AdditiveScaling(), [True, True, False] * 20, "skipping too often"),
         (AdditiveScaling(), [True] * 5 + [False] * 30, "stuck at min_scale"),
-        (AdditiveScaling(max_overflow_streak=3), [False] * 3, "skipping too often: 3 overflows in a row reach"),
+        (AdditiveScaling(max_overflow_streak=3), [False] * 3, "skipping too often: overflow_streak=3 has reached"),
         (BareAdditiveScaling(), [], "not started"),
         (BareAdditiveScaling(), [True] * 50, "healthy"),
     ],

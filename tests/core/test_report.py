@@ -120,17 +120,18 @@ HIGH = DynamicScaling(init_scale=8.0, min_scale=8.0)
 TOP = DynamicScaling(init_scale=LARGEST_SCALE, max_scale=LARGEST_SCALE, growth_interval=1)
 # No scale removes the NaN of a root at zero: https://github.com/jax-ml/jax/issues/26328.
 FALLING = DynamicScaling(init_scale=2.0**30, growth_interval=50)
-ROOT = "if the loss is finite, look for a division by zero, or a root or a logarithm at zero"
+ROOT = "if the loss is finite, for a division by zero, or a root or a logarithm at zero"
 REMEDIES = [
     (DynamicScaling(), [False] * 40, ["forward pass", "40 steps in a row", ROOT, "or lower min_scale."], []),
-    (UNBOUNDED, [False] * 200, [ROOT], []),
-    (HIGH, STREAK, ["Lower min_scale"], []),
+    (UNBOUNDED, [False] * 200, [ROOT], ["lower min_scale"]),  # it cannot be lower
+    (HIGH, STREAK, ["or lower min_scale."], []),
     (FixedScaling(0.5), STREAK, ["forward pass"], []),
     (FixedScaling(8.0), STREAK, ["DynamicScaling"], []),
     (TOP, [True], ["larger weight"], []),
     (UNBOUNDED, [False] * 20 + [True], ["forward pass"], ["growth_interval"]),
     (DynamicScaling(), [False, True] * 6, ["diverging loss"], ["growth_interval"]),  # it has never grown
     (FALLING, ([True] * 5 + [False]) * 20, ["diverging loss"], ["growth_interval"]),
+    (DynamicScaling(hysteresis=2), [False, True] * 30, ["diverging loss"], ["growth_interval"]),  # nor has this one
     (FALLING, ([True] * 50 + [False] * 8) * 2, ["diverging loss", "growth_interval"], []),
     (UNBOUNDED, [n % 10 != 3 for n in range(505)], ["forward pass"], ["growth_interval"]),
     (NoScaling(), [False] * 200, [ROOT], ["scale"]),
@@ -186,7 +187,7 @@ def test_the_overflow_streak_is_limited_by_the_policy():
     """The error comes with the limit's last overflow, not before, and carries the diagnosis."""
     policy = DynamicScaling(max_overflow_streak=3)
     check_overflow_streak(policy, _after(policy, [True, False, False]))
-    with pytest.raises(OverflowStreakError, match=r"overflow_streak=3 has reached max_overflow_streak=3, .*2\*\*13;"):
+    with pytest.raises(OverflowStreakError, match=r"overflow_streak=3 has reached max_overflow_streak=3 at .*2\*\*13;"):
         check_overflow_streak(policy, _after(policy, [False] * 3))
     for unlimited in ("dynamic", 1024.0):
         check_overflow_streak(unlimited, _after(policy, [False] * 100))

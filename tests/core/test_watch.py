@@ -126,7 +126,7 @@ def test_a_line_names_the_remedy_of_diagnose():
     records, state = _run(TORCHS, [False] * 142)
     line = records[-1]
     assert line.getMessage() == f"lossscale, step 142: {diagnose(TORCHS, state)}"
-    assert "look at the loss and the inputs first" in line.getMessage()
+    assert "Look for a NaN or infinity in the inputs" in line.getMessage()
     assert (line.name, line.levelno, line.loss_scale, line.overflow_streak) == ("lossscale", 30, SMALLEST_SCALE, 142)
     records, state = _run(DynamicScaling(), [False] * 12 + [True])
     assert [record.levelno for record in records] == [logging.INFO] * 2
