@@ -54,7 +54,7 @@ def _one_attempt(scaler: Any) -> Iterator[Attempt]:
 
 
 def _attempts(scaler: Any, tries: "_Tries", retries: int, raise_at_end: bool) -> Iterator[Attempt]:
-    attempt, after_first = tries.attempt, None
+    attempt = tries.attempt
     try:
         tries.begin()
         for attempt.number in range(retries + 1):
@@ -64,9 +64,7 @@ def _attempts(scaler: Any, tries: "_Tries", retries: int, raise_at_end: bool) ->
             tries.require_one_update()
             if tries.is_over:
                 break
-            after_first = scaler._state_on_host() if after_first is None else after_first
-        else:  # a gradient that overflows at each scale must not cost more than one backoff
-            scaler._continue_at(after_first)
+            tries.after_first = tries.after_first or scaler._state_on_host()
     finally:
         tries.end()
     tries.tell()
@@ -87,6 +85,8 @@ class _Tries(Hook):
         """The updates in this try."""
         self.records: Any = None
         """The records of the last try."""
+        self.after_first: Any = None
+        """The state after the first try, if it overflowed."""
         self.is_over = self.is_replaced = self.has_bad_loss = False
 
     def begin(self) -> None:
@@ -158,6 +158,8 @@ class _Tries(Hook):
         """Put the buffers back unless an optimizer was applied, and end a try that was begun; once."""
         if not self._leave():
             return
+        if self.after_first and not self.is_over:  # what overflows at each scale must not cost more than one backoff
+            self.scaler._continue_at(self.after_first)
         records = self.scaler._per_optimizer_states
         # After the update of a try, another open step is not of this loop, which was left and held.
         is_own = self.updates == 0 or records is self.records or not records

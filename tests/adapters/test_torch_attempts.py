@@ -109,6 +109,25 @@ def test_a_gradient_that_overflows_at_every_scale_costs_one_backoff(fused):
         _steps(run, [True], retries=1, raise_at_end=True)
 
 
+@FUSED
+@pytest.mark.parametrize("how", ["break", "error"])
+def test_a_loop_that_is_left_after_several_tries_costs_one_backoff(fused, how):
+    """As one that used up its retries."""
+    run, plain = Run(fused, init_scale=512.0), Run(fused, init_scale=512.0)
+    for bad in (False, True, False):
+        _step(plain, bad)
+    _steps(run, [False])
+    with pytest.raises(KeyError) if how == "error" else contextlib.nullcontext():
+        for attempt in run.scaler.attempts(run.model):
+            _step(run, True)
+            if attempt.number == 2 and how == "error":
+                raise KeyError
+            if attempt.number == 2:
+                break
+    _steps(run, [False])
+    assert run.scaler.state_dict() == plain.scaler.state_dict()
+
+
 def _take(scaler, model, optimizer, factor=1.0):
     """Take a step with a loss that is multiplied by a factor."""
     optimizer.zero_grad()
