@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lossscale_core.adapters import log_warning
+from lossscale_core.adapters import log_event
 from lossscale_core.errors import OverflowStreakError
 from lossscale_torch._gradients import params_of, values_of
 from lossscale_torch._ranks import groups_of
@@ -107,7 +107,7 @@ class SkipLog(Hook):
     def _tell(self, optimizer: Any, text: str) -> None:
         self.has_told = True
         if self._speaks(optimizer):
-            log_warning("skipped_step", f"{text}; parameters and the optimizer's state stay as they were")
+            log_event("skipped_step", f"{text}; parameters and the optimizer's state stay as they were")
 
     def _speaks(self, optimizer: Any) -> bool:
         """Return whether this is the first rank of those that decide together, or of all."""
