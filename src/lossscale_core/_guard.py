@@ -148,26 +148,20 @@ class SpikeGuard:
         spiked = (norm > limit) & is_finite & (state.norms >= self.warmup)
         is_counted = is_finite & (norm >= SMALLEST_SCALE)
         known = xp.where(is_counted, xp.where(spiked, limit, norm), state.mean)
-        mean, deviation, norms = (
-            xp.where(is_counted, new, old) for new, old in zip(self._averaged(state, known, xp), state, strict=False)
-        )
+        norms = state.norms + 1.0
+        weight = self._weight(norms, state.streak, xp)
+        mean = state.mean + (known - state.mean) * weight  # a norm that does not count leaves it as it is
+        deviation = state.deviation + (abs(known - mean) - state.deviation) * weight
+        deviation, norms = xp.where(is_counted, deviation, state.deviation), xp.where(is_counted, norms, state.norms)
         spikes = xp.where(spiked, one_more(state.spikes), state.spikes)
         # A product with 0.0 is a zero of the same dtype, shape and device.
         streak = xp.where(spiked, state.streak + 1.0, xp.where(is_finite, state.streak * 0.0, state.streak))
-        return is_finite & ~spiked, GuardState(mean, deviation, norms, spikes, streak)
+        return is_finite ^ spiked, GuardState(mean, deviation, norms, spikes, streak)
 
-    def _averaged(self, state: GuardState, norm: Array, xp: Namespace) -> tuple[Array, Array, Array]:
-        """Return the mean, the deviation and the count with one more norm."""
-        weight = self._weight(state, xp)
-        mean = state.mean + (norm - state.mean) * weight
-        distance = _larger(norm - mean, mean - norm, xp)
-        deviation = state.deviation + (distance - state.deviation) * weight
-        return mean, deviation, state.norms + 1.0
-
-    def _weight(self, state: GuardState, xp: Namespace) -> Array:
-        """Return the weight of the next norm in the averages: 1 for the first, and more late in a streak."""
-        late = _larger(state.streak - (self.warmup - 1.0), 1.0, xp)
-        return _smaller(late / _smaller(state.norms + 1.0, float(self.memory), xp), 1.0, xp)
+    def _weight(self, norms: Array, streak: Array, xp: Namespace) -> Array:
+        """Return the weight of the last of `norms` norms in the averages: 1 for the first, and more late in a streak."""
+        late = _larger(streak - (self.warmup - 1.0), 1.0, xp)
+        return _smaller(late / _smaller(norms, float(self.memory), xp), 1.0, xp)
 
 
 def _larger(x: Array, y: Array, xp: Namespace) -> Array:
