@@ -159,7 +159,7 @@ class SpikeGuard:
         return is_finite ^ spiked, GuardState(mean, deviation, norms, spikes, streak)
 
     def _weight(self, norms: Array, streak: Array, xp: Namespace) -> Array:
-        """Return the weight of the last of `norms` norms in the averages: 1 for the first, and more late in a streak."""
+        """Return the weight of the last of the norms in the averages: 1 for the first, more late in a streak."""
         late = _larger(streak - (self.warmup - 1.0), 1.0, xp)
         return _smaller(late / _smaller(norms, float(self.memory), xp), 1.0, xp)
 

@@ -142,8 +142,12 @@ class OnDevice:
 
 
 def to_host(tensors: Any, policy: Any) -> Any:
-    """Return a state of tensors as host scalars; waits for their device."""
-    numbers = [min(each, _LARGEST_COUNT) if isinstance(each, int) else each for each in map(Tensor.item, tensors)]
+    """Return a state of tensors as host scalars; waits for their device, once for numbers and once for whole ones."""
+    kinds = [each.dtype.is_floating_point for each in tensors]
+    floats = torch.stack([each for each, is_float in zip(tensors, kinds, strict=True) if is_float]).tolist()
+    counts = torch.stack([each.long() for each, is_float in zip(tensors, kinds, strict=True) if not is_float])
+    wholes = iter(counts.clamp_(max=_LARGEST_COUNT).tolist())
+    numbers = [floats.pop(0) if is_float else next(wholes) for is_float in kinds]
     return tensors._make(type(like)(number) for like, number in zip(policy.init_state(), numbers, strict=True))
 
 
