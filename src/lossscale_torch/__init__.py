@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lossscale_torch import hooks
+from lossscale_torch._float32 import float32_plan, keep_in_float32
 from lossscale_torch._guarded import guarded
 from lossscale_torch._range import RangeReport, range_report
 from lossscale_torch._report import overflow_report
@@ -25,9 +26,11 @@ __all__ = [
     "RangeReport",
     "StepInfo",
     "all_finite",
+    "float32_plan",
     "guarded",
     "hooks",
     "init_state",
+    "keep_in_float32",
     "overflow_report",
     "range_report",
     "scale",

@@ -20,7 +20,7 @@ from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._verbs import scaled
 
 _DTYPES = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_LOW_PRECISION = {each for each in _DTYPES if each.is_floating_point and each.itemsize < 4}
+LOW_PRECISION = {each for each in _DTYPES if each.is_floating_point and each.itemsize < 4}
 _COMPUTES_NOTHING = re.compile(
     r"aten\.((new_)?(empty|zeros|ones|full)(_|$)|(zero_|fill_|resize_|clone|detach|alias|lift_fresh)$)"
 )
@@ -102,14 +102,14 @@ class RangeReport(NamedTuple):
         if self.init_scale is None or self.overflows_above is None:
             where = f", first in {self.overflows_first}" if self.overflows_first else ""
             return [
-                f"backward: not finite even at a loss scale of {_power(2.0**_SMALLEST)}{where}",
+                f"backward: not finite even at a loss scale of {power_of(2.0**_SMALLEST)}{where}",
                 "look for a division by zero, or a root or logarithm of zero",
                 "without one, give the loss a smaller weight, or compute in float32 or bfloat16",
             ]
-        if not any(each.dtype in _LOW_PRECISION - {torch.bfloat16} for each in self.backward):
+        if not any(each.dtype in LOW_PRECISION - {torch.bfloat16} for each in self.backward):
             return ["backward: finite; no gradient is computed in float16 or float8", "use NoScaling()"]
-        init_scale, limit = _power(self.init_scale), _power(self.overflows_above)
-        low = f", min_scale={_power(self.init_scale * 2.0**-8)}" if self.init_scale < _DEFAULT.min_scale else ""
+        init_scale, limit = power_of(self.init_scale), power_of(self.overflows_above)
+        low = f", min_scale={power_of(self.init_scale * 2.0**-8)}" if self.init_scale < _DEFAULT.min_scale else ""
         return [
             f"backward: overflows above a loss scale of {limit}, first in {self.overflows_first}",
             f"gradient elements that flush to zero: {_percent(self.flushed)} at {init_scale}, "
@@ -143,55 +143,65 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
             f"range_report was given {type(model).__name__} and {type(loss_fn).__name__}; it takes a module, and a "
             "function without arguments; write range_report(model, lambda: loss_fn(model(batch)))"
         )
+    with passes_of(model, loss_fn) as passes:
+        return passes.report()
+
+
+@contextlib.contextmanager
+def passes_of(model: nn.Module, loss_fn: Callable[[], Tensor]) -> "Iterator[Passes]":
+    """Run the forward pass; leave gradients, buffers and random states as they were at the end."""
     with torch.compiler.set_stance("force_eager"), _left_as_it_was(model), _Places(model) as places:
-        return _Passes(model, loss_fn, places).report()
+        yield Passes(model, loss_fn, places)
 
 
-class _Passes:
+class Passes:
     """One forward pass, and backward passes of its loss at different scales."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], places: "_Places") -> None:
-        self._names = {param: _plain(name) for name, param in model.named_parameters()}
+        self._names = {param: plain_name(name) for name, param in model.named_parameters()}
         self._attached_with = torch.ones((), dtype=torch.float32, device="cpu")
         self._places = places
-        self._seen: dict[float, tuple[list[OperationRange], dict[str, float]]] = {}
+        self.seen: dict[float, tuple[list[OperationRange], dict[str, float]]] = {}
         with _Recorder(places) as recorder, attached_with(self._attached_with):
             loss = loss_fn()
-        self._forward = tuple(recorder.records)
+        self.forward = tuple(recorder.records)
+        self.called = set(places.paths)
         self._loss = scaled(_checked(loss), 1.0)
-        for leaf in _leaves_of(self._loss):
+        self.value = float(self._loss.detach())
+        self.leaves = set(_leaves_of(self._loss))
+        for leaf in self.leaves:
             if leaf not in self._names:
                 places.callback(setattr, leaf, "grad", leaf.grad)
                 leaf.grad = None
 
     def report(self) -> RangeReport:
         """Search the largest scale that fits, between one that fits and one that does not."""
-        value = float(self._loss.detach())
+        value = self.value
         if not math.isfinite(value):
-            return RangeReport(value, self._forward, (), None, "", 0.0, 0.0)
-        low, high = (_SMALLEST, 0) if self._cause_at(1.0) else (0, _LARGEST + 1)
-        if cause := self._cause_at(2.0**low):
-            return RangeReport(value, self._forward, tuple(self._at(2.0**low)[0]), None, cause, 0.0, 0.0)
+            return RangeReport(value, self.forward, (), None, "", 0.0, 0.0)
+        low, high = (_SMALLEST, 0) if self.cause_at(1.0) else (0, _LARGEST + 1)
+        if cause := self.cause_at(2.0**low):
+            return RangeReport(value, self.forward, tuple(self.at(2.0**low)[0]), None, cause, 0.0, 0.0)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._cause_at(2.0**middle) else (middle, high)
+            low, high = (low, middle) if self.cause_at(2.0**middle) else (middle, high)
         limit, half = 2.0**low, min(2.0 ** (low - 1), _DEFAULT.max_scale)
-        records, cause = tuple(self._at(half)[0]), "" if high > _LARGEST else self._cause_at(2.0**high)
+        records, cause = tuple(self.at(half)[0]), "" if high > _LARGEST else self.cause_at(2.0**high)
         flushed, at_one = (self._flushed(scale, limit) for scale in (half, 1.0))
         above = limit if records and cause else math.inf
-        return RangeReport(value, self._forward, records, above, cause, flushed, at_one)
+        return RangeReport(value, self.forward, records, above, cause, flushed, at_one)
 
-    def _cause_at(self, loss_scale: float) -> str:
+    def cause_at(self, loss_scale: float) -> str:
         """Return what overflows first at a scale: an operation, or else a parameter; empty if nothing does."""
-        records, norms = self._at(loss_scale)
+        records, norms = self.at(loss_scale)
         if overflow := next((str(each) for each in records if each.overflowed), ""):
             return overflow
         # A backward pass begins at the last module.
         return next((f"the gradient of {name}" for name in reversed(norms) if not math.isfinite(norms[name])), "")
 
-    def _at(self, loss_scale: float) -> tuple[list[OperationRange], dict[str, float]]:
+    def at(self, loss_scale: float) -> tuple[list[OperationRange], dict[str, float]]:
         """Return the operations of a backward pass at a scale, and the norms of the parameters' gradients."""
-        if loss_scale not in self._seen:
+        if loss_scale not in self.seen:
             seed = torch.full_like(self._loss, loss_scale)
             self._attached_with.fill_(loss_scale)
             # Each pass draws the same random numbers. The graph is kept, so that loss_fn may draw another batch.
@@ -202,12 +212,12 @@ class _Passes:
                 if param.grad is not None:
                     norms[name] = float(values_of(param.grad.detach()).double().norm())
                     param.grad = None
-            self._seen[loss_scale] = recorder.records, norms
-        return self._seen[loss_scale]
+            self.seen[loss_scale] = recorder.records, norms
+        return self.seen[loss_scale]
 
     def _flushed(self, loss_scale: float, limit: float) -> float:
-        zeros, more = (sum(each.zeros for each in self._at(scale)[0]) for scale in (limit, loss_scale))
-        elements = sum(each.elements for each in self._at(limit)[0])
+        zeros, more = (sum(each.zeros for each in self.at(scale)[0]) for scale in (limit, loss_scale))
+        elements = sum(each.elements for each in self.at(limit)[0])
         return max(0.0, more - zeros) / max(elements - zeros, 1)
 
 
@@ -220,10 +230,10 @@ class _Places(contextlib.ExitStack):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._names = {module: _plain(name) or type(module).__name__ for name, module in model.named_modules()}
+        self._names = {module: plain_name(name) or type(module).__name__ for name, module in model.named_modules()}
         self._stack: list[str] = []
         self._numbers: list[int] = []
-        self._paths: list[str] = []
+        self.paths: list[str] = []
 
     def __enter__(self) -> "_Places":
         for module, name in self._names.items():
@@ -241,7 +251,7 @@ class _Places(contextlib.ExitStack):
         if self._stack or node is None:
             return self._stack[-1] if self._stack else _OUTSIDE
         place = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
-        return self._paths[place] if place >= 0 and node._sequence_nr() < 2**63 else _OUTSIDE
+        return self.paths[place] if place >= 0 and node._sequence_nr() < 2**63 else _OUTSIDE
 
     def _note(self, entered: str, *_: object) -> None:
         """Note the node that is made next, where a module is entered or left."""
@@ -250,7 +260,7 @@ class _Places(contextlib.ExitStack):
         elif self._stack:
             self._stack.pop()
         self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._paths.append(self._stack[-1] if self._stack else _OUTSIDE)
+        self.paths.append(self._stack[-1] if self._stack else _OUTSIDE)
 
 
 class _Recorder(TorchDispatchMode):
@@ -268,7 +278,7 @@ class _Recorder(TorchDispatchMode):
         are_finite = _COMPUTES_NOTHING.match(name) is None and all(map(_is_finite, tree_leaves((args, kwargs))))
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
-            if not isinstance(tensor, Tensor) or tensor.dtype not in _LOW_PRECISION or not tensor.numel():
+            if not isinstance(tensor, Tensor) or tensor.dtype not in LOW_PRECISION or not tensor.numel():
                 continue
             if not _COMPUTES_NOTHING.match(name) and not func.is_view:
                 self.records.append(_measured(tensor, name, self._places.current(), are_finite))
@@ -343,7 +353,7 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a module's or a parameter's name without the wrappers of `torch.compile`, FSDP and checkpoints."""
     return _WRAPPERS.sub("", name).rstrip(".")
 
@@ -353,7 +363,7 @@ def _room(record: OperationRange) -> float:
     return math.log2(torch.finfo(record.dtype).max / record.largest) if record.largest else math.inf
 
 
-def _power(scale: float) -> str:
+def power_of(scale: float) -> str:
     exponent = math.log2(scale)
     return f"2**{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
 

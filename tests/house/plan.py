@@ -49,11 +49,12 @@ PLAN = {
         _clip: _gradients _optimizers _ranks _state
         _report: _gradients _verbs
         _range: _attach _gradients _snapshots _verbs
+        _float32: _gradients _range
         _skip_log: _gradients _ranks _report _state _step_info hooks
         _attempts: _gradients _snapshots _state _step_info _versions hooks
         _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _state _step_info _versions hooks
         _guarded: _clip _gradients _optimizers _ranks _scaler _skip_log _step_info _versions hooks
-        __init__: _guarded _range _report _scaler _step_info _verbs hooks
+        __init__: _float32 _guarded _range _report _scaler _step_info _verbs hooks
         testing: _gradients _scaler _step_info hooks
     """,
     "lossscale_jax": """

@@ -1,0 +1,292 @@
+"""Modules that run in float32 while the rest of a model runs in float16, and the search for those that must."""
+
+import difflib
+import fnmatch
+import functools
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lossscale_torch._gradients import lifted
+from lossscale_torch._range import LOW_PRECISION, Passes, RangeReport, passes_of, plain_name, power_of
+
+
+def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
+    """Run the named modules in float32, inside `torch.autocast` and under FSDP2, too.
+
+    Their inputs in float16, bfloat16 and float8 are cast to float32, autocast is off inside, and what they return stays
+    in float32. It changes no `state_dict`, works under `torch.compile`, activation checkpointing and DDP, and a copy or
+    a pickle of the model keeps it. A module that is kept already stays as it is. What a module writes into an input in
+    place is written back, except in compiled code: there, keep the module that makes the input. Does not synchronise.
+
+    Args:
+        model: A module; DDP and `torch.compile` may be around it or its parts, and do not appear in the names.
+        names: Names as in `model.named_modules()`, such as `"blocks.1.mlp"`. `"*"`, `"?"` and `"[..]"` stand for
+            characters between two dots: `"blocks.*.mlp"`.
+
+    Returns:
+        A context that undoes it at its end, or in its `close()`.
+
+    Raises:
+        ValueError: No module that runs has such a name, or one has parameters in half precision, by itself or in its
+            FSDP unit. If `fully_shard` or `half()` comes later, or around it, the first forward pass raises the error.
+    """
+    modules, undo = _running_modules(model), ExitStack()
+    chosen: dict[str, nn.Module] = {}
+    for pattern in [names] if isinstance(names, str) else names:
+        found = {name: module for name, module in modules.items() if name and _matches(name, pattern)}
+        if not found:
+            nearest = "".join(difflib.get_close_matches(pattern, modules, 1, 0.0))
+            raise ValueError(f"{pattern!r} names no module with a forward pass; the nearest name is {nearest!r}")
+        chosen |= found
+    for name, module in chosen.items():
+        _require_float32_parameters(module, name)
+    for name, module in chosen.items():
+        if not _is_kept(module):
+            before = {key: value for key, value in vars(module).items() if key == "forward"}
+            module.forward = functools.partial(_in_float32, module, name, module.forward)
+            undo.callback(vars(module).update, before)
+            undo.callback(vars(module).pop, "forward", None)
+    return undo
+
+
+def _running_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have a forward pass by their names; that of the model itself is empty."""
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    named = inner.named_modules(remove_duplicate=False)
+    return {plain_name(name): each for name, each in named if type(each).forward is not nn.Module.forward}
+
+
+def _is_kept(module: nn.Module) -> bool:
+    return getattr(module.forward, "func", None) is _in_float32
+
+
+def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    copies: dict[Tensor, Tensor] = {}
+
+    def in_float32(value: Any) -> Any:
+        # A list or a dict without such tensors is passed on itself, since the module may write into it.
+        if not any(getattr(each, "dtype", None) in LOW_PRECISION for each in tree_leaves(value)):
+            return value
+        return tree_map_only(Tensor, lambda tensor: copies.setdefault(tensor, lifted(tensor)), value)
+
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager:
+        _require_float32_parameters(module, name)
+    tensors = (each for each in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(each, Tensor))
+    device = next((each.device.type for each in tensors if each.device.type not in ("cpu", "meta")), "cpu")
+    with torch.autocast(device, enabled=False):
+        result = forward(*map(in_float32, args), **{key: in_float32(value) for key, value in kwargs.items()})
+    for given, copy in copies.items() if is_eager else ():
+        if copy is not given and not copy.is_inference() and copy._version:
+            given.copy_(copy)
+    return result
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _require_float32_parameters(module: nn.Module, name: str) -> None:
+    units = [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]  # of FSDP2, without importing it
+    dtypes = {each._get_fsdp_state()._mp_policy.param_dtype for each in units}  # type: ignore[operator]
+    if half := LOW_PRECISION & (dtypes | {param.dtype for param in module.parameters()}):
+        raise ValueError(
+            f"{name} has parameters in {half.pop()}; a module that is kept in float32 computes with parameters in "
+            f"float32; call float() on it before the optimizer is made, or under FSDP2 make it a unit of its own: "
+            f"fully_shard(model.get_submodule({name!r}), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))"
+        )
+
+
+class Float32Plan(NamedTuple):
+    """The modules that must run in float32, and the range reports without and with them; `print` it."""
+
+    modules: tuple[str, ...]
+    """A minimal set: without any of them something overflows. Pass it to `keep_in_float32`."""
+    patterns: tuple[str, ...]
+    """The same, with one pattern such as `"blocks.*.mlp"` for several blocks; it may cover further blocks."""
+    before: RangeReport
+    """The report without the plan; of several batches the worst."""
+    after: RangeReport
+    """The same with the plan."""
+    running: int
+    """How many modules the model has."""
+    note: str = ""
+    """What still overflows and what to do, or what would do without some of the modules; mostly empty."""
+
+    def __str__(self) -> str:
+        names = ", ".join(self.modules) or "nothing"
+        if self.patterns != self.modules:
+            names = f"{names} (or {', '.join(self.patterns)})"
+        now = str(self.after).split("\n")
+        fits = self.after.forward_finite and self.after.init_scale is not None
+        after = f"finite; {now[-1]}; {len(self.modules)} of {self.running} modules in float32" if fits else now[0]
+        before = str(self.before).split("\n")[self.before.forward_finite]
+        lines = [f"before: {before}", f"keep in float32: {names}", f"after: {after}", self.note]
+        return "\n".join(line.replace(": overflows", " overflows", 1) for line in lines if line)
+
+
+def float32_plan(
+    model: nn.Module,
+    loss_fn: Callable[[], Tensor] | Sequence[Callable[[], Tensor]],
+    *,
+    at_least: float = 2.0**0,
+    limit: int = 16,
+) -> Float32Plan:
+    """Search the modules that must run in float32, so that neither the forward nor the backward pass overflows.
+
+    First it makes the forward pass finite, module by module. Modules for the backward pass follow only if no loss scale
+    of `at_least` fits. Then it drops what is not needed, and takes a part of a module where that is enough. At most 25
+    passes for each module and batch; like `range_report`, it changes nothing, and synchronises after every operation.
+
+    Args:
+        model: The model, with its parameters in float32.
+        loss_fn: Runs the forward pass as for `range_report`, on the same batch each time; or several such functions, of
+            which the plan must fit all.
+        at_least: The smallest loss scale to accept.
+        limit: How many modules to name before it stops.
+
+    Returns:
+        The plan. `print` it, and pass its `modules` to `keep_in_float32` before training.
+
+    Raises:
+        TypeError: As for `range_report`.
+        ValueError: The same; or a module that must run in float32 has parameters in half precision, or is kept already
+            and never called, though its weights are used.
+    """
+    search = _Search(model, loss_fn if isinstance(loss_fn, Sequence) else [loss_fn])
+    before = search.report([])
+    names: list[str] = []
+    note = ""
+    forward: tuple[list[str], RangeReport] | None = None  # what makes the forward pass finite, if that is not enough
+    while overflow := search.overflow(names, at_least):
+        if overflow.is_backward and not forward:
+            names = search.minimal(names, None)
+            forward = names, search.report(names)
+        place = search.candidate(overflow, names)
+        if not place or len(names) >= limit:
+            by_hand = (
+                "no module can be kept for it; compute it in float32 there, or make the loss or its values smaller"
+            )
+            hint = f"limit={limit} is reached" if place else by_hand
+            note = f"{overflow.text}; {hint}" if overflow.place else overflow.text
+            names = forward[0] if forward else [name for name in names if not _is_in(overflow.place, name)]
+            break
+        if sys.stderr.isatty():
+            print(f"{overflow.text}: keeping {place} in float32", file=sys.stderr)
+        names = [*(name for name in names if not _is_in(name, place)), place]
+    else:
+        names = search.minimal(names, at_least)
+        if forward and forward[1].init_scale is not None:
+            note = f"or keep {', '.join(forward[0]) or 'nothing'}, and {str(forward[1]).splitlines()[-1]}"
+    patterns = dict.fromkeys(search.pattern(name, names) for name in names)
+    running = len(search.modules) - 1
+    return Float32Plan(tuple(names), tuple(patterns), before, search.report(names), running, note)
+
+
+class _Overflow(NamedTuple):
+    text: str
+    place: str
+    before: tuple[str, ...] = ()
+    """In a backward pass, the modules whose backward pass comes afterwards."""
+    is_backward: bool = False
+
+
+class _Search:
+    """The passes of a search with some modules in float32."""
+
+    def __init__(self, model: nn.Module, loss_fns: Sequence[Callable[[], Tensor]]) -> None:
+        self.modules, self._loss_fns = _running_modules(model), loss_fns
+        self._called: set[str] = set()
+        self._count = 0
+
+    def report(self, names: list[str]) -> RangeReport:
+        """Return the worst of the batches' reports."""
+        reports = self._results(names, Passes.report)
+        return min(reports, key=lambda report: (report.forward_finite, report.overflows_above or 0.0))
+
+    def overflow(self, names: list[str], at_least: float | None) -> _Overflow | None:
+        """Return what overflows first, in the forward pass or else at a loss scale."""
+        try:
+            first = functools.partial(_first_overflow, at_least=at_least)
+            return next(filter(None, self._results(names, first)), None)
+        except RuntimeError as error:  # such as of index_add_, where a kept module's result meets a half buffer
+            if not names or isinstance(error, torch.OutOfMemoryError):
+                raise
+            return _Overflow(str(error), names[-1])
+
+    def candidate(self, overflow: _Overflow, names: list[str]) -> str:
+        """Return the first place outside the kept modules, or else what contains the kept one; empty if none does."""
+        places = (overflow.place, *overflow.before)
+        container = next((name.rpartition(".")[0] for name in names if _is_in(overflow.place, name)), "")
+        place = next((each for each in places if not any(_is_in(each, name) for name in names)), container)
+        while place and place not in self._called:
+            place = place.rpartition(".")[0]
+        return place
+
+    def minimal(self, names: list[str], at_least: float | None) -> list[str]:
+        """Drop what is not needed, and take a part of a module where that is enough."""
+        for name in names if len(names) > 1 else ():
+            rest = [each for each in names if each != name]
+            names = names if self.overflow(rest, at_least) else rest
+        for index in range(len(names)):
+            too_small: list[str] = []
+            for part in filter(self._called.__contains__, self.modules):  # a module precedes its parts
+                is_new = part != names[index] and not any(_is_in(part, each) for each in too_small)
+                in_time = self._count + 13 * len(self._loss_fns) < 25 * len(names) * len(self._loss_fns)
+                if _is_in(part, names[index]) and is_new and in_time:
+                    fewer = [*names[:index], part, *names[index + 1 :]]
+                    if self.overflow(fewer, at_least):
+                        too_small.append(part)
+                    else:
+                        names = fewer
+        return names
+
+    def pattern(self, name: str, names: list[str]) -> str:
+        """Return a pattern for the same part of several blocks, if all that it covers is alike; else the name."""
+        star = re.sub(r"(?<=\.)\d+\b", "*", name)
+        covered = [each for each in self.modules if _matches(each, star)]
+        are_alike = len({type(self.modules[each]) for each in covered}) == 1
+        return star if are_alike and len(set(covered).intersection(names)) > 1 else name
+
+    def _results(self, names: list[str], read: Callable[[Passes], Any]) -> Iterator[Any]:
+        model = self.modules[""]
+        for loss_fn in self._loss_fns:
+            with keep_in_float32(model, names), passes_of(model, loss_fn) as passes:
+                result = read(passes)
+            self._count += 1 + len(passes.seen)
+            self._called |= passes.called & self.modules.keys()
+            called = {self.modules[name] for name in self._called}
+            for name, module in self.modules.items():
+                if _is_kept(module) and module not in called and not passes.leaves.isdisjoint(module.parameters()):
+                    raise ValueError(
+                        f"{name} is kept in float32 and its weights are used without calling it; keep what uses them"
+                    )
+            yield result
+
+
+def _first_overflow(passes: Passes, at_least: float | None) -> _Overflow | None:
+    if overflow := next((each for each in passes.forward if each.overflowed), None):
+        return _Overflow(f"forward: overflows in {overflow}", overflow.module)
+    if not math.isfinite(passes.value):
+        return _Overflow(f"forward: the loss is {passes.value:g} though nothing overflows; look at the inputs", "")
+    if at_least is None or not (cause := passes.cause_at(at_least)):
+        return None
+    records, _ = passes.at(at_least)
+    places = [each.module for each in itertools.dropwhile(lambda each: not each.overflowed, records)]
+    place, *others = places or [cause.removeprefix("the gradient of ").rpartition(".")[0]]
+    text = f"backward: overflows at a loss scale of {power_of(at_least)}, first in {cause}"
+    return _Overflow(text, place, tuple(others), is_backward=True)
+
+
+def _is_in(name: str, container: str) -> bool:
+    return f"{name}.".startswith(f"{container}.")

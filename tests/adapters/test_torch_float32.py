@@ -1,0 +1,317 @@
+"""Modules that are kept in float32, and the plan that says which ones must be."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lossscale_core import DynamicScaling
+from lossscale_torch import GradScaler, float32_plan, keep_in_float32, range_report
+from tests.adapters.overflowing_models import FROM_TRANSFORMERS, MODELS, made
+from tests.sweeping import IS_SWEEP
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:lr_scheduler")]
+HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
+
+
+def _trained(name, in_float16, kept=(), init_scale=2.0**16):
+    """Train 200 steps; return how many were skipped, the first loss, and the mean of the last ten."""
+    model, loss_of = made(name)
+    keep_in_float32(model, kept)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    policy = DynamicScaling(init_scale=init_scale, min_scale=2.0**-8) if in_float16 else "none"
+    scaler = GradScaler("cpu", policy=policy)
+    losses, skipped = [], 0
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = loss_of(in_float16)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        skipped += not scaler.update().applied
+        losses.append(loss.item())
+    return skipped, losses[0], sum(losses[-10:]) / 10
+
+
+@pytest.mark.filterwarnings("default")  # of transformers
+@pytest.mark.parametrize("name", [*MODELS, *(FROM_TRANSFORMERS if IS_SWEEP else ())])
+def test_a_plan_makes_training_work(name):
+    """Steps are skipped before and not after, to float32's loss; no name can be left out; the passes are few."""
+    model, loss_of = made(name)
+    passes = []
+
+    def loss_fn():
+        passes.append("forward")
+        loss = loss_of()
+        loss.register_hook(lambda _: passes.append("backward"))
+        return loss
+
+    plan = float32_plan(model, loss_fn)
+    assert plan.note == ""
+    assert 1 <= len(passes) / len(plan.modules) <= 25
+    assert not plan.before.forward_finite
+    for left_out in plan.modules:
+        with keep_in_float32(model, set(plan.modules) - {left_out}):
+            assert not range_report(model, loss_of).forward_finite
+    assert _trained(name, in_float16=True)[0] >= 4
+    skipped, _, last = _trained(name, True, plan.modules, plan.after.init_scale)
+    _, first, expected = _trained(name, in_float16=False)
+    assert skipped <= 10
+    assert abs(last - expected) < 0.02 * first
+
+
+class Block(nn.Module):
+    """A residual block; it may add in place to a copy of its input in a given dtype."""
+
+    def __init__(self, gain, dtype):
+        super().__init__()
+        self.norm, self.linear, self.gain, self.dtype = nn.LayerNorm(4), nn.Linear(4, 4), gain, dtype
+
+    def forward(self, x):
+        y = self.gain * self.linear(self.norm(x))
+        return x + y if self.dtype is None else x.to(self.dtype(x), copy=True).add_(y)
+
+
+class Net(nn.Module):
+    """Blocks between two linear layers; a gain of 1e6 makes a block overflow."""
+
+    def __init__(self, *gains, dtype=None):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)
+        self.blocks = nn.ModuleList(Block(gain, dtype) for gain in gains)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _net(*gains, **options):
+    torch.manual_seed(0)
+    return Net(*gains, **options), torch.randn(8, 4)
+
+
+def _loss_fn(model, x, weight=1.0, dtype=torch.float32, autocast=True):
+    def loss_fn():
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            return weight * model(x).to(dtype).square().mean()
+
+    return loss_fn
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group():
+    """Run in a process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _in_units(model, dtype=torch.float32):
+    """Shard a model for float16; two units have their parameters in `dtype`, and what follows gets float16 again."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    fully_shard(model.blocks[1], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float16)
+    fully_shard(model.norm, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=HALF)
+
+
+WRAPPED = {
+    "alone": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager", fullgraph=True),
+    "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "ddp": DistributedDataParallel,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "fsdp2": _in_units,
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("is_kept_first", [True, False])
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_module_is_kept_in_every_wrapper(kind, is_kept_first):
+    """Before and after it is wrapped: the loss is that of float16 with these modules in float32, under FSDP2 nearly."""
+    model, x = _net(1.0, 1e6)
+    names, kept = set(model.state_dict()), ["blocks.1", "norm"]
+    undo = keep_in_float32(model, kept)
+    expected = _loss_fn(model, x)()
+    undo.close()
+    if is_kept_first:
+        keep_in_float32(model, kept)
+    wrapped = WRAPPED[kind](model)
+    if not is_kept_first:
+        keep_in_float32(wrapped if isinstance(wrapped, nn.Module) else model, kept)
+    assert set(model.state_dict()) == names
+    loss = _loss_fn(wrapped, x, autocast=kind != "fsdp2")()
+    loss.backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters() if param.grad is not None)
+    torch.testing.assert_close(loss, expected, rtol=1e-2 if kind == "fsdp2" else 0.0, atol=0.0)
+
+
+def test_names_and_undoing():
+    """A pattern stands for parts between two dots; twice is once; a context ends it, and another `forward` returns."""
+    model, x = _net(1.0, 1e6, 1e6)
+    loss_fn = _loss_fn(model, x)
+    model.blocks[1].forward = model.blocks[1].forward
+    with keep_in_float32(model, "blocks.[1-9]"), keep_in_float32(model, ["blocks.1", "blocks.?"]):
+        assert loss_fn().isfinite()
+    assert not loss_fn().isfinite()
+    assert [name for name, each in model.named_modules() if "forward" in vars(each)] == ["blocks.1"]
+    undo = keep_in_float32(model, ["blocks.1", "*.2"])
+    assert loss_fn().isfinite()
+    undo.close()
+    assert not loss_fn().isfinite()
+
+
+def test_inputs_of_a_kept_module():
+    """Tensors in half precision are cast, wherever they are; what the module writes into its inputs stays there."""
+
+    class Writes(nn.Module):
+        def forward(self, x, nested, seen):
+            seen.append((x.dtype, nested["y"].dtype, (x @ x).dtype))
+            return x.mul_(2.0)
+
+    model = nn.Sequential(Writes())
+    keep_in_float32(model, "0")
+    x, seen = torch.ones(2, 2, dtype=torch.bfloat16), []
+    with torch.autocast("cpu", torch.float16):
+        out = model[0](x, {"y": torch.ones(2, dtype=torch.float8_e5m2)}, seen=seen)
+    assert seen == [(torch.float32,) * 3]
+    assert (out.dtype, x.dtype, x.unique().item()) == (torch.float32, torch.bfloat16, 2.0)
+
+
+def _half_later(model, x):
+    keep_in_float32(model, "blocks.1")
+    model.half()
+    model(x.half())
+
+
+def _weight_only(model, x):
+    keep_in_float32(model, "first")
+    float32_plan(model, lambda: nn.functional.linear(x, model.first.weight).mean())
+
+
+def _unit_later(model, x):
+    keep_in_float32(model, "blocks.1")
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)), mp_policy=HALF)
+    model(x)
+
+
+REFUSED = {
+    "unknown": (lambda model, x: keep_in_float32(model, "blocks.1.linaer"), "nearest name is 'blocks.1.linear'"),
+    "no module": (lambda model, x: keep_in_float32(model, ["blocks.1", "*.mlp"]), r"'\*.mlp' names no module"),
+    "never called": (lambda model, x: keep_in_float32(model, "blocks"), "'blocks' names no module with a forward pass"),
+    "half": (
+        lambda model, x: keep_in_float32(model.half(), "blocks.1"),
+        r"blocks.1 has .* torch.float16; .* call float\(\) on it",
+    ),
+    "half later": (_half_later, r"call float\(\) on it before the optimizer"),
+    "weight only": (_weight_only, "first is kept in float32 and its weights are used without calling it"),
+    "half unit": (
+        lambda model, x: keep_in_float32(_in_units(model, torch.float16), "blocks.1"),
+        "blocks.1 has .* a unit of its own",
+    ),
+    "in a half unit": (
+        _unit_later,
+        r"fully_shard\(model.get_submodule\('blocks.1'\), mp_policy=.*param_dtype=torch.float32",
+    ),
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_kept_is_refused(name):
+    """The message says what to do; under FSDP2 it shows the line."""
+    program, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        program(*_net(1.0, 1.0))
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+class Steep(nn.Module):
+    """A layer that is the identity nearly, and has gradients that exceed float16 at a loss scale of 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.Linear(4, 4, bias=False)
+        nn.init.constant_(self.small.weight, 1e-7)
+
+    def forward(self, x):
+        return 1e7 * self.small(x)
+
+
+def _steep():
+    model, x = _net(1.0)
+    model.blocks[0] = Steep()
+    return model, x
+
+
+LOUD, SCALED = (1.0, 1e6), "use DynamicScaling(init_scale=2**"
+PLANS = {
+    "nothing": (lambda: _net(1.0), {}, [], "before: backward overflows above"),
+    "several": (lambda: _net(1e6, 1.0, 1e6), {}, ["blocks.0.linear", "blocks.2.linear"], "(or blocks.*.linear)\n"),
+    "half buffer": (
+        lambda: _net(*LOUD, dtype=lambda x: x.dtype),
+        {},
+        ["blocks.1"],
+        "before: forward overflows in blocks.1",
+    ),
+    "always half": (
+        lambda: _net(*LOUD, dtype=lambda x: torch.float16),
+        {},
+        [],
+        "in blocks.1 (aten.add_); no module can",
+    ),
+    "loss in half": (lambda: _net(1.0), {"dtype": torch.float16, "weight": 1e7}, [], "\nforward overflows in loss_fn"),
+    "large loss": (lambda: _net(1.0), {"weight": 1e9}, [], "min_scale=2**-2"),
+    "backward": (
+        _steep,
+        {"weight": 100.0},
+        ["blocks.0"],
+        "\nor keep nothing, and use DynamicScaling(init_scale=2**-",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_says_what_to_do(name):
+    """Which modules to keep, or that none helps; the forward pass first, and a smaller loss scale where one fits."""
+    make, options, modules, text = PLANS[name]
+    model, x = make()
+    plan = float32_plan(model, _loss_fn(model, x, **options))
+    assert list(plan.modules) == modules
+    assert text in str(plan)
+    assert plan.after.forward_finite is (SCALED in str(plan))
+
+
+def test_a_plan_fits_all_batches_and_changes_nothing(monkeypatch, capsys):
+    """Of three batches one is quiet; gradients, buffers and random states stay; a terminal shows what is added."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))
+    nn.init.constant_(model[1].weight, 10.0)
+    x = torch.randn(8, 4)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    loss_fns = [_loss_fn(model, factor * x) for factor in (1.0, 1e4, -1e4)]
+    plan = float32_plan(model, loss_fns)
+    assert plan.modules == ("1",)
+    assert capsys.readouterr().err == "forward: overflows in 1 (aten.addmm): keeping 1 in float32\n"
+    assert all((param.grad == 1).all() for param in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert float32_plan(model, loss_fns, limit=0).note.endswith("limit=0 is reached")
