@@ -6,7 +6,6 @@ Three things are true, each in one place: torch's two tensors (`_scale`, `_growt
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import itertools
 import operator
@@ -21,31 +20,29 @@ from torch._C import _are_functorch_transforms_active
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from lossscale_core import (
-    BaseScaling,
     DynamicScaling,
     NoScaling,
     PolicyLike,
-    ScalingPolicy,
     SpikeGuard,
     diagnose,
     metrics,
     state_to_dict,
 )
 from lossscale_core.adapters import BAD_LOSS, check_setting, explain_arguments, shown, tree
-from lossscale_core.errors import CallOrderError, PolicyError
+from lossscale_core.errors import CallOrderError
 from lossscale_torch import _state
 from lossscale_torch._attach import Attach
 from lossscale_torch._attempts import Attempt, attempts
 from lossscale_torch._checkpoint import (
     checked_scale,
     policy_of,
-    reachable_interval,
     restored,
     saved,
 )
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import Gradients, is_dtensor, lifted, moved, params_of
 from lossscale_torch._optimizers import Plain, kind_of
+from lossscale_torch._placement import PlacedScaler
 from lossscale_torch._state import READY, STEPPED, UNSCALED, OnDevice
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled, warn
@@ -59,20 +56,7 @@ _NUMBERS = itertools.count()
 """A number for each scaler, by which it knows the losses that it has scaled; a loss may be pickled, a scaler not."""
 
 
-def _setting(name: str) -> Any:
-    """Return torch's attribute of a setting: that of the policy, which is replaced by assignment."""
-
-    def get(self: Any) -> Any:
-        return getattr(BaseScaling.of(self.policy), name)
-
-    def change(self: Any, value: Any) -> None:
-        if "policy" in vars(self):  # torch's constructor sets what the policy says
-            self._change_policy(name, value)
-
-    return property(get, change)
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(PlacedScaler):
     """A drop-in for `torch.amp.GradScaler` that accepts any policy and reports the outcome of each step.
 
     ```python
@@ -113,13 +97,6 @@ class GradScaler(torch.amp.GradScaler):
         ValueError: For the name of a device type that is unknown to torch.
     """
 
-    _growth_tracker: Any
-    _state: Any
-    """The policy's state: host scalars, or `OnDevice`."""
-    _known_scale: tuple[int, float] | None
-    """The number of the scale's tensor that the host knows, and the tensor's version at that time."""
-    policy: ScalingPolicy
-    """The scaling policy, frozen; torch's setters replace it."""
     last_step: StepInfo | None = None
     """The outcome of the last `update`, for code in which a framework calls `update`; None before the first."""
 
@@ -159,7 +136,7 @@ class GradScaler(torch.amp.GradScaler):
         self._new_scale: float | Tensor | None = None  # for the end of this step
         self._has_loss = self._is_told = False  # of a loss in this step, and of the warning about none
         self._copies: dict[torch.nn.Module, Any] = {}  # memory for the copies of `attempts`
-        self._is_fused = False  # whether a kernel has decided about a step, or a replay may
+        self._is_fused = False
         self._half_gradients = half_gradients
         self._begin_at(self.policy.init_state())
         given = [*require_hooks(hooks), *([Guard(guard)] if guard is not None else [])]
@@ -486,48 +463,12 @@ class GradScaler(torch.amp.GradScaler):
         is_ours = kind.unscale_ is GradScaler.unscale_ and kind._unscale_grads_ is GradScaler._unscale_grads_
         return is_ours and vars(self).keys().isdisjoint(names)
 
-    def _read(self, records: Iterable[dict[str, Any]], *numbers: Tensor) -> list[float]:
-        """Wait once for the flags of records, the scale and other numbers, and return these numbers.
-
-        The flags in the records are then tensors on the CPU. A state that only an unfinished step has put on the device
-        comes back to the host.
-        """
-        flags = [(record["found_inf_per_device"], key) for record in records for key in record["found_inf_per_device"]]
-        scale = self._scale
-        values = _state.read([*numbers, scale, *(found[key] for found, key in flags)], scale.device)
-        for (found, key), value in zip(flags, values[len(numbers) + 1 :], strict=True):
-            found[key] = torch.tensor(value, dtype=torch.float32)
-        self._known_scale = scale._version, values[len(numbers)]
-        if isinstance(self._state, OnDevice) and not self._is_fused:
-            self._state = self._state_on_host()
-        return values[: len(numbers)]
-
     def _decide(self, records: dict[int, Any], has_read: bool, new_scale: Any, is_whole: bool) -> StepInfo:
-        """Let the policy move the scale by the flags of the step, and return the outcome.
-
-        On the host where it knows all flags, or `has_read` those of an ordinary optimizer and may read the others; else
-        on the device.
-        """
-        found = None
-        if has_read or not _state.is_being_recorded() or not any(map(_takes_part, records.values())):
-            found = _state.found_on_host(records.values())
-        if found is None and has_read:
-            self._read(records.values())
-            found = _state.found_on_host(records.values())
-        if isinstance(self._state, OnDevice) and not self._is_fused and found is not None and self._scale.is_cpu:
-            self._state = self._state_on_host()
-        scale = None if found is None or isinstance(self._state, OnDevice) else self._scale_on_host()
-        if found is None or scale is None:
-            had_gradients = any(
-                type(key) is not str for each in records.values() for key in each["found_inf_per_device"]
-            )
-            info = self._advance_on_device(records, is_whole and had_gradients and new_scale is None)
-        else:
-            had_gradients = found[0]
-            info = self._advance_on_host(scale, found, is_whole and had_gradients and new_scale is None)
+        """Let the policy move the scale by the flags of the step, and return the outcome."""
+        info = self._advance(records, has_read, is_whole and new_scale is None)
+        had_gradients, by_optimizer = info.had_gradients, {}
         if new_scale is not None:
             info = info._replace(loss_scale_after=self._set_scale(new_scale))
-        by_optimizer: dict[int, Any] = {}
         for key, record in records.items():
             if record["stage"] is STEPPED:
                 applied = record["applied"] if "applied" in record else self._applied_by_kernel(record, info)
@@ -540,33 +481,6 @@ class GradScaler(torch.amp.GradScaler):
                 info = info._replace(applied=False)
         info.by_optimizer, info.had_gradients = by_optimizer, had_gradients
         return info
-
-    def _advance_on_host(self, scale: float, found: _state.Found, is_counted: bool) -> StepInfo:
-        before, tracker = self._state, self._growth_tracker
-        if tracker is not None:
-            if not tracker.is_cpu:
-                self._growth_tracker = tracker = tracker.cpu()  # from here on the host counts
-            count = tracker.item()
-            if before[0] != scale or before[1] != count:  # other code has written to torch's tensors
-                before = before._make((np.float32(scale), np.int32(count), *before[2:]))
-        self._state, info = _state.advance_on_host(self.policy, before, found, is_counted)
-        if self._state[1] is not before[1]:
-            tracker.fill_(self._state[1].item())
-        if info[2] != info[1]:  # autograd then refuses a late backward pass
-            self._scale.fill_(info[2])
-            self._known_scale = self._scale._version, info[2]
-        return info
-
-    def _advance_on_device(self, records: dict[int, Any], is_counted: bool) -> StepInfo:
-        if not isinstance(self._state, OnDevice):
-            state = OnDevice(self._state, self.policy, self._scale.device)
-            self._growth_tracker = moved(self._growth_tracker, self._scale.device)
-            self._state = state
-            self._keep_tracker_reachable()
-        if self._is_fused and _state.is_being_recorded():
-            self._state.is_recorded = True
-        tensors = self._state.tensors(self._scale, self._growth_tracker)
-        return _state.advance_on_device(self.policy, self._state, tensors, records.values(), is_counted)
 
     def _applied_by_kernel(self, record: dict[str, Any], info: StepInfo) -> Any:
         """Return whether a kernel, or a subclass, has stepped, which decide by the flags of a record."""
@@ -587,18 +501,6 @@ class GradScaler(torch.amp.GradScaler):
         self.last_step = info = StepInfo(functools.reduce(operator.and_, applied.values(), True), 1.0, 1.0, 0)
         info.by_optimizer, info.of_others = applied, True
         return info
-
-    def _set_scale(self, new_scale: float | Tensor) -> Any:
-        """Set the scale within the policy's bounds, and return it where it is."""
-        scale, members = self._scale, BaseScaling.of(self.policy)
-        if isinstance(new_scale, Tensor):
-            new = new_scale.detach().reshape(()).float()
-            scale.copy_(torch.where(new > 0.0, new.clamp(members.min_scale, members.max_scale), scale))
-        else:
-            scale.fill_(new_scale)
-            self._known_scale = scale._version, new_scale
-        known = None if isinstance(self._state, OnDevice) else self._scale_on_host()
-        return scale.clone() if known is None else known
 
     def _tell_of_no_loss(self) -> None:
         self._is_told = True
@@ -635,80 +537,6 @@ class GradScaler(torch.amp.GradScaler):
         """Return whether the losses that were scaled in this step are finite. Synchronises with the host, once."""
         flags = [torch.isfinite(loss).all() for loss in self._losses]
         return all(_state.read(flags, self._scale.device)) if flags else True
-
-    # Where the state is.
-
-    def _replace_scale(self, value: Any) -> None:
-        self._scale_tensor = None if value is None else value.detach().float().reshape(())
-        self._known_scale = None
-
-    # The loss scale in torch's own tensor: float32, shape `()`, or None before the first loss.
-    _scale = property(operator.attrgetter("_scale_tensor"), _replace_scale)
-
-    _growth_factor = _setting("growth_factor")
-    _backoff_factor = _setting("backoff_factor")
-    _growth_interval = _setting("growth_interval")
-
-    def _change_policy(self, name: str, value: Any) -> None:
-        if name not in BaseScaling.of(self.policy).settings():
-            raise PolicyError(f"{self.policy!r} has no {name}; make the scaler with another policy")
-        value = reachable_interval(value) if name == "growth_interval" else value
-        self.policy = dataclasses.replace(self.policy, **{name: value})  # type: ignore[type-var]  # it has settings
-        self._keep_tracker_reachable()
-
-    def _keep_tracker_reachable(self) -> None:
-        """Keep the growth tracker on a device below the interval: torch's kernel compares the two with ==."""
-        if isinstance(self._state, OnDevice):
-            self._growth_tracker.clamp_(max=BaseScaling.of(self.policy).growth_interval - 1)
-
-    def _scale_on_host(self) -> float | None:
-        """Return the loss scale if the host knows it without a wait, else None."""
-        scale = self._scale_tensor
-        if scale is None:
-            return self._init_scale
-        if scale.is_cpu:
-            return cast(float, scale.item())
-        known = self._known_scale
-        return known[1] if known is not None and known[0] == scale._version else None
-
-    def _state_on_host(self) -> Any:
-        """Return the policy's state as host scalars. Waits for a device whose numbers the host does not know."""
-        state, tracker = self._state, self._growth_tracker  # another thread may replace them
-        if isinstance(state, OnDevice):
-            return _state.to_host(state.tensors(self._scale, tracker), self.policy)
-        scale = self._scale_on_host()
-        first = self._scale.item() if scale is None else scale
-        count = self._init_growth_tracker if tracker is None else tracker.item()
-        return state._make((np.float32(first), np.int32(count), *state[2:]))
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Make the scale on a device, and the tracker on the host; do nothing on a device of the type it is on."""
-        if self._scale is not None:
-            if self._scale.device.type == torch.device(dev).type:
-                return
-            self._begin_at(self._state_on_host())
-        with torch.inference_mode(False):  # they outlive a validation loop that may be running
-            super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[arg-type]  # torch.full takes a string
-            self._known_scale = self._scale._version, self._init_scale
-            self._growth_tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32)
-
-    def _begin_at(self, state: Any) -> None:
-        """Begin with a state of host scalars, and without tensors."""
-        self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
-        self._state, self._scale, self._growth_tracker = state, None, None
-
-    def _continue_at(self, state: Any) -> None:
-        """Continue with a state of host scalars, in the tensors that exist."""
-        self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
-        if isinstance(self._state, OnDevice):
-            self._state = self._state.assigned(state, self.policy)
-        else:
-            self._state = state
-        if self._scale is not None:
-            _state.assign(self._scale, self._init_scale)
-            _state.assign(self._growth_tracker, self._init_growth_tracker)
-            self._known_scale = self._scale._version, self._init_scale
-        self._keep_tracker_reachable()
 
     def place_on(self, device: torch.device | str) -> None:
         """Put the loss scale on a device without scaling a loss; otherwise the first `scale` does this.
@@ -860,10 +688,6 @@ def _require_flags(found: dict[Any, Any], hook: Hook) -> None:
                 f"{type(hook).__name__}.before_step set the flag {key!r} to {shown(flag)}; a veto is 1.0, and 0.0 lets "
                 "the step pass: a float32 tensor of shape (), or a number"
             )
-
-
-def _takes_part(record: dict[str, Any]) -> bool:
-    return bool(record["found_inf_per_device"]) or "kind" in record
 
 
 def _can_be_enabled(device: Any, enabled: bool) -> bool:

@@ -78,22 +78,6 @@ def combined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     return (torch.stack([flag.reshape(()) for flag in found]) != 0.0).any().float()
 
 
-# A step on the host.
-
-
-def advance_on_host(policy: Any, state: Any, found: Found, is_counted: bool) -> tuple[Any, StepInfo]:
-    """Return the state after a step, host scalars, and the outcome in plain numbers."""
-    _, overflowed, vetoed, spiked = found
-    used = after_scale = state[0].item()
-    is_applied = not (overflowed or vetoed)
-    if not is_counted or (vetoed and not overflowed):
-        return state, StepInfo(is_applied, used, used, state.overflow_streak.item(), overflowed, spiked)
-    after = policy.update(state, not overflowed)
-    if after[0] is not state[0]:
-        after_scale = after[0].item()
-    return after, StepInfo(is_applied, used, after_scale, after.overflow_streak.item(), overflowed)
-
-
 # A step on a device.
 
 
@@ -144,10 +128,10 @@ class OnDevice:
 def to_host(tensors: Any, policy: Any) -> Any:
     """Return a state of tensors as host scalars; waits for their device, once for numbers and once for whole ones."""
     kinds = [each.dtype.is_floating_point for each in tensors]
-    floats = torch.stack([each for each, is_float in zip(tensors, kinds, strict=True) if is_float]).tolist()
+    floats = torch.stack([each for each, is_float in zip(tensors, kinds, strict=True) if is_float])
     counts = torch.stack([each.long() for each, is_float in zip(tensors, kinds, strict=True) if not is_float])
-    wholes = iter(counts.clamp_(max=_LARGEST_COUNT).tolist())
-    numbers = [floats.pop(0) if is_float else next(wholes) for is_float in kinds]
+    of_floats, of_counts = iter(floats.cpu().tolist()), iter(counts.clamp_(max=_LARGEST_COUNT).cpu().tolist())
+    numbers = [next(of_floats if is_float else of_counts) for is_float in kinds]
     return tensors._make(type(like)(number) for like, number in zip(policy.init_state(), numbers, strict=True))
 
 

@@ -42,6 +42,7 @@ PLAN = {
         _ranks _snapshots: _gradients
         _state: _gradients _step_info
         _checkpoint: _state _versions
+        _placement: _checkpoint _gradients _state _step_info
         _verbs: _gradients _ranks
         _optimizers: _gradients _state _versions
         hooks: _gradients _optimizers _ranks _snapshots _state _step_info _versions
@@ -52,7 +53,7 @@ PLAN = {
         _float32: _gradients _range
         _skip_log: _gradients _ranks _report _state _step_info hooks
         _attempts: _gradients _snapshots _state _step_info _versions hooks
-        _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _state _step_info _versions hooks
+        _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _placement _state _step_info _versions hooks
         _guarded: _clip _gradients _optimizers _ranks _scaler _skip_log _step_info _versions hooks
         __init__: _float32 _guarded _range _report _scaler _step_info _verbs hooks
         testing: _gradients _scaler _step_info hooks
