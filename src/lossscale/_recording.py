@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 import sys
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import sharded_grad_scaler
 import lossscale_torch
 from lossscale.cli._trace import COLUMNS
 from lossscale_core import ScalingPolicy
-from lossscale_torch.hooks import Hook
 
 _MOST_WAITING = 100
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -33,7 +32,7 @@ class Recording:
     """The policy and the trace of this run, and the scalers that were updated."""
 
     def __init__(self, policy: ScalingPolicy | None, trace: Path | None) -> None:
-        self.policy, self.trace, self.is_made = policy, trace, False
+        self.policy, self.trace, self.is_replaced = policy, trace, False
         self._scalers: dict[int, Any] = {}  # by their ids, in the order of their first updates
         self._rows: list[tuple[Any, ...]] = []  # those whose numbers a device holds
         self._process, self._file = os.getpid(), trace
@@ -75,12 +74,10 @@ class Recording:
         self._write()
         for number, scaler in enumerate(self._scalers.values()):
             self.say(f"{f'scaler {number}: ' if len(self._scalers) > 1 else ''}{scaler.diagnose()}")
-        if not self._scalers and self.is_made:
-            self.say("no scaler was updated in this process")
-        elif not self._scalers:
+        if not self._scalers:
             self.say(
-                "no scaler was made in this process, so that nothing was recorded or replaced; if the script starts "
-                "other processes, use torchrun ... -m lossscale run, or accelerate launch -m lossscale run"
+                "no scaler was updated in this process, so that nothing was recorded; if the script starts other "
+                "processes, use torchrun ... -m lossscale run, or accelerate launch -m lossscale run"
             )
 
 
@@ -118,39 +115,24 @@ def _cell(value: Any) -> str:
     return "" if value is None else repr(value)
 
 
-class _Row(Hook):
-    """Measures the gradients of each step, and writes its row."""
-
-    step: Any = None
-    norm: Any = None
-    largest: Any = None
-
-    @torch.no_grad()
-    def measure(self, optimizer: Any, scale: Any) -> None:
-        """Measure the norm and the largest magnitude of gradients that are still scaled. Does not synchronise."""
-        grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
-        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
-        if RECORDING.trace is not None and dense:
-            dense = [grad.float() if grad.dtype is torch.float16 else grad for grad in dense]  # whose squares overflow
-            norm, largest = (torch.nn.utils.get_total_norm(dense, order) / scale for order in (2.0, float("inf")))
-            # Of several optimizers together. A rank with shards has a part of the norm only.
-            self.norm = norm if self.norm is None else torch.hypot(self.norm, norm.to(self.norm))
-            self.norm = self.norm if all(map(operator.is_, grads, local)) else None
-            self.largest = largest if self.largest is None else torch.maximum(self.largest, largest.to(self.largest))
-
-    def after_update(self, scaler: Any, info: Any) -> None:
-        """Write the row."""
-        step = _steps(scaler) if self.step is None else self.step
-        outcome = (info.loss_scale_used, info.applied, info.overflowed, info.spiked)
-        RECORDING.add(scaler, step, *outcome, self.norm, self.largest)
-        self.step = self.norm = self.largest = None
+@torch.no_grad()
+def _sizes(optimizer: Any, scale: Any) -> tuple[Any, Any] | None:
+    """Return the norm and the largest magnitude of gradients that are still scaled. Does not synchronise."""
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
+    if RECORDING.trace is None or not dense:
+        return None
+    dense = [grad.float() if grad.dtype is torch.float16 else grad for grad in dense]  # whose squares overflow
+    norm, largest = (torch.nn.utils.get_total_norm(dense, order) / scale for order in (2.0, float("inf")))
+    return norm if all(map(operator.is_, grads, local)) else None, largest  # a rank with shards has a part of the norm
 
 
-def _steps(scaler: Any) -> Any:
-    """Return the number of steps so far, where it is."""
-    steps = getattr(scaler._state, "fields", scaler._state).steps
-    return steps.clone() if isinstance(steps, torch.Tensor) else steps
+def _combined(function: Any, sizes: Sequence[Any]) -> Any:
+    """Return one size for the gradients of several optimizers, or None if that of one is not known."""
+    if not sizes or any(each is None for each in sizes):
+        return None
+    return functools.reduce(function, [each.to(sizes[0]) for each in sizes])
 
 
 class Recorded(_GradScaler):
@@ -159,43 +141,44 @@ class Recorded(_GradScaler):
     @functools.wraps(_GradScaler.__init__)  # type: ignore[misc]  # for programs that read the signature
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if RECORDING.policy is not None:
-            if not RECORDING.is_made:
+            if not RECORDING.is_replaced:
                 RECORDING.say(f"--policy replaces the settings that the script gives its scaler: {RECORDING.policy!r}")
+                RECORDING.is_replaced = True
             given = inspect.signature(_GradScaler).bind(*args, **kwargs).arguments
-            given = {name: value for name, value in given.items() if name not in _SETTINGS}
-            args, kwargs = (), {**given, "policy": RECORDING.policy}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            super().__init__(*args, **kwargs)
-        for warning in caught:  # again, at the line that made the scaler
-            warnings.warn(warning.message, warning.category, stacklevel=2)
-        self._record()
-
-    def _record(self) -> None:
-        RECORDING.is_made, self._row = True, _Row()
-        # First in the list, since a later one may end the run; not by hooks=, with which ranks would combine vetoes.
-        self._hooks.insert(0, self._row)
+            args, kwargs = (), {name: given[name] for name in given if name not in _SETTINGS}
+            kwargs["policy"] = RECORDING.policy
+        super().__init__(*args, **kwargs)
 
     def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
         """Measure the gradients when the script touches them first in a step: before they are unscaled or clipped."""
-        record, row = super()._open(optimizer, caller), self._row
-        row.step = _steps(self) if row.step is None else row.step
-        if caller != "skip" and record["stage"] is OptState.READY and not record.setdefault("is_measured", False):
-            record["is_measured"] = True
-            row.measure(optimizer, self._scale)
+        record = super()._open(optimizer, caller)
+        if "step" not in record:
+            record["step"] = self.metrics()["steps"]
+        if caller != "skip" and record["stage"] is OptState.READY and "sizes" not in record:
+            record["sizes"] = _sizes(optimizer, self._scale)
         return record
 
-    # A pickle holds no row, and what torch's own scaler needs: it is loaded where the command does not run, too.
+    def _end_step(self, info: Any) -> None:
+        """Write the row of a step before the hooks see its outcome, since one of them may end the run."""
+        try:
+            if info is not None:
+                records = [record for record in self._per_optimizer_states.values() if "step" in record]
+                step = records[0]["step"] if records else self.metrics()["steps"]
+                sizes = [record["sizes"] for record in records if record.get("sizes")]
+                combined = map(_combined, (torch.hypot, torch.maximum), zip(*sizes, strict=True) if sizes else ((), ()))
+                outcome = (info.loss_scale_used, info.applied, info.overflowed, info.spiked)
+                RECORDING.add(self, step, *outcome, *combined)
+        finally:
+            super()._end_step(info)
+
+    # A pickle holds what torch's own scaler needs, since it may be loaded where the command does not run.
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        hooks = [hook for hook in state["_hooks"] if not isinstance(hook, _Row)]
-        return {**{f"_{name}": getattr(self, f"_{name}") for name in _SETTINGS}, **state, "_hooks": hooks}
+        return {**{f"_{name}": getattr(self, f"_{name}") for name in _SETTINGS}, **super().__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "policy" in state:
             super().__setstate__(state)
-            self._record()
         else:  # a pickle of torch's own scaler
             Recorded.__init__(self, state["_device"], enabled=state["_enabled"])
             saved = {"scale": state["_init_scale"], "_growth_tracker": state["_init_growth_tracker"]}

@@ -140,7 +140,7 @@ def test_a_program_ends_as_it_does_without_us(run, tmp_path, how, options):
     is_cut = how in ("killed", "at once")
     added = done.stderr.removeprefix(expected.stderr).splitlines()
     assert len(added) == (0 if is_cut else 1), done.stderr
-    assert is_cut or added[0].startswith("lossscale: no scaler was made in this process")
+    assert is_cut or added[0].startswith("lossscale: no scaler was updated in this process")
     assert is_cut or "torchrun ... -m lossscale run" in added[0]
 
 
@@ -310,6 +310,28 @@ def test_rows_of_a_device_are_written_a_hundred_at_a_time(run, tmp_path):
         )
 
 
+ABANDONED = """
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+    for size in (64.0, 1.0):
+        for attempt in scaler.attempts():
+            optimizer.zero_grad()
+            scaler.scale((weight * size).sum()).backward()
+            scaler.unscale_(optimizer)
+            if size > 1.0:
+                break
+            scaler.step(optimizer)
+            scaler.update()
+"""
+
+
+def test_a_step_that_is_left_is_not_measured_into_the_next(run, tmp_path):
+    """The row has the gradients of the step that ended."""
+    done, rows = _traced(run, tmp_path, ABANDONED)
+    assert done.returncode == 0, done.stderr
+    assert [row["gradient_max"] for row in rows] == ["1.0"]
+
+
 RESUMED = """
     scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3)
     if os.path.exists("scaler.pt"):
@@ -420,7 +442,7 @@ def test_processes_that_a_script_starts_are_not_recorded(tmp_path):
     done, rows = _traced(_launched(), tmp_path, DDP)
     assert done.returncode == 0, done.stderr
     assert not rows
-    assert "no scaler was made in this process" in done.stderr
+    assert "no scaler was updated in this process" in done.stderr
 
 
 def test_a_rank_that_is_not_a_number_is_none(run, tmp_path, monkeypatch):
