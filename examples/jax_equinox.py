@@ -17,8 +17,8 @@ import optax
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, metrics
-from lossscale_jax import get_scale_state, loss_scaled, scale
+from lossscale_core import ScaleState, ScaleWatch, diagnose, metrics
+from lossscale_jax import DynamicScaling, get_scale_state, loss_scaled, scale
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 OPTIMIZER = loss_scaled(optax.adam(1e-2), POLICY)

@@ -19,8 +19,8 @@ from flax.training import train_state
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, metrics, step_info
-from lossscale_jax import get_scale_state, loss_scaled, scale, select
+from lossscale_core import ScaleState, ScaleWatch, diagnose, metrics, step_info
+from lossscale_jax import DynamicScaling, get_scale_state, loss_scaled, scale, select
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 BATCH_SIZE = 128

@@ -17,8 +17,8 @@ import optax
 import orbax.checkpoint as ocp
 from sklearn.datasets import load_digits
 
-from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, SpikeGuard, diagnose
-from lossscale_jax import LossScaledState, get_scale_state, loss_scaled, scale
+from lossscale_core import ScaleState, ScaleWatch, diagnose
+from lossscale_jax import DynamicScaling, LossScaledState, SpikeGuard, get_scale_state, loss_scaled, scale
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=20)
 OPTIMIZER = loss_scaled(optax.adam(3e-2), POLICY, max_norm=1.0, guard=SpikeGuard())

@@ -16,8 +16,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, metrics
-from lossscale_jax import init_state, select, value_and_grad
+from lossscale_core import ScaleState, ScaleWatch, diagnose, metrics
+from lossscale_jax import DynamicScaling, init_state, select, value_and_grad
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 WIDTHS = (64, 64, 32, 10)

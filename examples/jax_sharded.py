@@ -17,8 +17,8 @@ from flax.training.train_state import TrainState
 from jax import NamedSharding, P
 from sklearn.datasets import load_digits
 
-from lossscale_core import DynamicScaling, ScaleState, ScaleWatch, diagnose, step_info
-from lossscale_jax import get_scale_state, loss_scaled, scale
+from lossscale_core import ScaleState, ScaleWatch, diagnose, step_info
+from lossscale_jax import DynamicScaling, get_scale_state, loss_scaled, scale
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 MICRO_BATCHES, MICRO_BATCH_SIZE = 4, 32

@@ -13,8 +13,8 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling, step_info
-from lossscale_tf import LossScaleOptimizer
+from lossscale_core import step_info
+from lossscale_tf import DynamicScaling, LossScaleOptimizer
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 BATCH_SIZE, MICRO_BATCHES = 128, 4

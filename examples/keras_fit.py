@@ -14,8 +14,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import DynamicScaling
-from lossscale_tf import LossScaleLogger, LossScaleOptimizer
+from lossscale_tf import DynamicScaling, LossScaleLogger, LossScaleOptimizer
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 BATCH_SIZE = 128

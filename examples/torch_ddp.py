@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 
-from lossscale_core import DynamicScaling
-from lossscale_torch import GradScaler
+from lossscale_torch import DynamicScaling, GradScaler
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 BATCH_SIZE, MICRO_BATCHES = 64, 2

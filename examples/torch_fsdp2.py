@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lossscale_core import DynamicScaling
-from lossscale_torch import GradScaler
+from lossscale_torch import DynamicScaling, GradScaler
 
 POLICY = DynamicScaling(init_scale=2.0**20, growth_interval=50)
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)

@@ -11,13 +11,18 @@ except ModuleNotFoundError as error:
     needed = f"lossscale_jax needs jax and optax, and {error.name} is not installed"
     raise ModuleNotFoundError(f'{needed}; run: pip install "lossscale[jax]"', name=error.name) from error
 
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
 from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
 from lossscale_jax._states import LossScaledState, get_scale_state, load_scale_state
 from lossscale_jax._verbs import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
 
 __all__ = [
+    "DynamicScaling",
+    "FixedScaling",
     "LossScaledState",
     "LossScaledTransformation",
+    "NoScaling",
+    "SpikeGuard",
     "all_finite",
     "get_scale_state",
     "init_state",

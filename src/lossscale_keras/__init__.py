@@ -9,14 +9,19 @@ except ModuleNotFoundError as error:
         'lossscale_keras needs Keras 3, and keras is not installed; run: pip install "lossscale[keras]"', name="keras"
     ) from error
 
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
 from lossscale_keras._logger import LossScaleLogger
 from lossscale_keras._optimizer import LossScaleOptimizer
 from lossscale_keras._report import overflow_report
 from lossscale_keras._verbs import all_finite, init_state, scale, select, unscale
 
 __all__ = [
+    "DynamicScaling",
+    "FixedScaling",
     "LossScaleLogger",
     "LossScaleOptimizer",
+    "NoScaling",
+    "SpikeGuard",
     "all_finite",
     "init_state",
     "overflow_report",

@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
 from lossscale_tf import v1
 from lossscale_tf._report import overflow_report
 from lossscale_tf._state import init_state
@@ -19,8 +20,12 @@ from lossscale_tf._verbs import all_finite, scale, select, unscale
 from lossscale_tf.keras import LossScaleLogger, LossScaleOptimizer
 
 __all__ = [  # without the subpackage `keras`: after `import *` its name would hide an imported Keras
+    "DynamicScaling",
+    "FixedScaling",
     "LossScaleLogger",
     "LossScaleOptimizer",
+    "NoScaling",
+    "SpikeGuard",
     "all_finite",
     "init_state",
     "overflow_report",

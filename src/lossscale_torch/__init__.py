@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
         'lossscale_torch needs torch, which is not installed; run: pip install "lossscale[torch]"', name="torch"
     ) from error
 
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
 from lossscale_torch import hooks
 from lossscale_torch._float32 import float32_plan, keep_in_float32
 from lossscale_torch._guarded import guarded
@@ -22,8 +23,12 @@ from lossscale_torch._step_info import StepInfo
 from lossscale_torch._verbs import all_finite, init_state, scale, select, unscale
 
 __all__ = [
+    "DynamicScaling",
+    "FixedScaling",
     "GradScaler",
+    "NoScaling",
     "RangeReport",
+    "SpikeGuard",
     "StepInfo",
     "all_finite",
     "float32_plan",

@@ -27,6 +27,14 @@ def test_the_face_lists_what_users_may_touch(adapter):
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda module: module.__name__)
+def test_one_import_is_enough(adapter):
+    """The policies and the guard are also found where the scaler is, and are the core's own."""
+    for name in ("NoScaling", "FixedScaling", "DynamicScaling", "SpikeGuard"):
+        assert name in adapter.__all__
+        assert getattr(adapter, name) is getattr(lossscale_core, name)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda module: module.__name__)
 def test_overflow_report_has_the_same_parameters(adapter):
     """It takes gradients in the form of the framework, and the loss by its name."""
     signature = inspect.signature(adapter.overflow_report)
