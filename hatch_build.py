@@ -31,7 +31,7 @@ def project_urls(repository: str) -> dict[str, str]:
         return {}
     return {
         "Repository": repository,
-        "Documentation": f"{repository}/blob/HEAD/docs/index.md",
+        "Documentation": f"{repository}/tree/HEAD/docs",
         "Changelog": f"{repository}/blob/HEAD/CHANGELOG.md",
         "Issues": f"{repository}/issues",
     }

@@ -17,6 +17,8 @@ NEEDED = (
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CITATION.cff",
     "mkdocs.yml",
     "pyproject.toml",
 )

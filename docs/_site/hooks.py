@@ -13,11 +13,17 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = {name: f"{Path(name).stem.lower()}.md" for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
+DOCUMENTS = {"README.md": "index.md"} | {
+    f"{name.upper()}.md": f"{name}.md" for name in ("changelog", "contributing", "security")
+}
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/**/*")) if path.suffix in (".py", ".ipynb")]
 TABLES = sorted((ROOT / "benchmarks").glob("*.md"))
-PAGES = DOCUMENTS | {name: name for name in (path.relative_to(ROOT).as_posix() for path in [*EXAMPLES, *TABLES])}
+AS_THEY_ARE = [ROOT / "CITATION.cff", *EXAMPLES, *TABLES]
+PAGES = DOCUMENTS | {name: name for name in (path.relative_to(ROOT).as_posix() for path in AS_THEY_ARE)}
 """Files outside docs/ that the site has, too, programs as they are: links to them stay within the site."""
+SOURCES = {page: source for source, page in PAGES.items()}
+BOOSTS = {"troubleshooting.md": 8, "do-i-need-this.md": 6, "works-with.md": 4, "losses-inside-the-graph.md": 4}
+"""How much the search prefers a page to the others."""
 
 _ELSEWHERE = r"""[^>]*?\b(?:src|href)=["']?(?:https?:)?//"""
 _LOADED = re.compile(rf"""<(?:script|img|iframe|source|link\b(?![^>]*rel="(?:canonical|prev|next)"))\b{_ELSEWHERE}""")
@@ -64,8 +70,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links out of docs/ to their pages, and mark up examples as Python at its prompt."""
-    markdown = re.sub(r"\]\(((?:\.\./)+[^)#\s]+)", lambda match: f"]({_target(match[1], page.file.src_uri)}", markdown)
+    """Lead links to pages of the site, name sections by the anchors above them, and mark up examples at a prompt."""
+    place = page.file.src_uri
+    if place in BOOSTS:
+        page.meta["search"] = {"boost": BOOSTS[place]}
+    if place == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+    markdown = re.sub(r"\]\(([^)#\s:]+)", lambda match: f"]({_target(match[1], place)}", markdown)
+    markdown = re.sub(r'^<a id="([\w-]+)"></a>\n(#.*)$', r"\2 { #\1 }", markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^( *)```python\n(?=\1>>>)", r"\1```pycon\n", markdown, flags=re.MULTILINE)
     return re.sub(r" *# doctest: .*$", "", markdown, flags=re.MULTILINE)
 
@@ -77,7 +89,9 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
 
 
 def _target(link: str, src_uri: str) -> str:
-    """Return a relative link, made to lead to the file of the site where a file outside docs/ is in it."""
-    folder = posixpath.dirname(src_uri)
-    outside = posixpath.normpath(posixpath.join("docs", folder, link))
-    return posixpath.relpath(PAGES[outside], folder or ".") if outside in PAGES else link
+    """Return a link between two files of the repository, made to lead from page to page of the site."""
+    source = posixpath.dirname(SOURCES.get(src_uri, f"docs/{src_uri}"))
+    target = posixpath.normpath(posixpath.join(source, link))
+    if target not in PAGES and not target.startswith("docs/"):
+        return link
+    return posixpath.relpath(PAGES.get(target, target.removeprefix("docs/")), posixpath.dirname(src_uri) or ".")

@@ -27,7 +27,7 @@ def headings_with_code(page: str) -> list[str]:
 def _blocks(text: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for block in re.finditer(r"^( *)```(python|diff)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
-        above = re.findall(r"^(?:#+ |=== \")(.+?)\"?(?: \{.*)?$", text[: block.start()], re.MULTILINE)
+        above = re.findall(r"^#+ (.+)$", text[: block.start()], re.MULTILINE)
         code = textwrap.dedent(block[3])
         found.setdefault(above[-1], []).append(after_diff(code) if block[2] == "diff" else code)
     return found

@@ -40,7 +40,7 @@ class Page(NamedTuple):
 
 
 PAGES = {
-    "README": Page("README.md", "lossscale"),
+    "README": Page("README.md", "PyTorch"),
     "quickstart": Page("docs/quickstart.md", "PyTorch"),
     "torch": Page("docs/torch.md", "PyTorch", start="optimizer.zero_grad()"),
     "spike-guard": Page("docs/spike-guard.md", "Skipping spikes", lambda batch: [batch]),

@@ -1,4 +1,4 @@
-"""The first lines that a user copies, from the README and the home page, run as they stand."""
+"""The first lines that a user copies, from the README, run as they stand."""
 
 import re
 import textwrap
@@ -39,15 +39,15 @@ def test_the_readmes_pytorch_lines_train():
     assert names["loss"].item() < 0.5
 
 
-def test_the_home_pages_jax_lines_train():
+def test_the_readmes_jax_lines_train():
     """A step lowers the loss."""
     names = {"jax": jax, "optax": optax, "params": jnp.zeros(2), "loss_fn": lambda p, x: ((x @ p - 1.0) ** 2).mean()}
-    exec(_block(ROOT / "docs/index.md", "lossscale_jax"), names)
+    exec(_block(ROOT / "README.md", "lossscale_jax"), names)
     params, _ = names["step"](names["params"], names["opt_state"], jnp.eye(2))
     assert names["loss_fn"](params, jnp.eye(2)) < 1.0
 
 
-def test_the_home_pages_keras_lines_train():
+def test_the_readmes_keras_lines_train():
     """`fit` runs under `mixed_float16`, and counts its steps."""
     names = {
         "keras": keras,
@@ -56,7 +56,7 @@ def test_the_home_pages_keras_lines_train():
         "targets": np.ones((3, 1), "float32"),
     }
     try:
-        exec(_block(ROOT / "docs/index.md", "lossscale_keras"), names)
+        exec(_block(ROOT / "README.md", "lossscale_keras"), names)
     finally:
         keras.config.set_dtype_policy("float32")
     assert int(names["model"].optimizer.metrics()["steps"]) == 1

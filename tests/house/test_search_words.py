@@ -7,7 +7,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 FENCES = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
-HEADING = re.compile(r"^#+ (.+?)(?: \{.*\})?$", re.MULTILINE)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 HEADINGS = [
     heading.replace("`", "")
     for page in sorted(DOCS.rglob("*.md"))
