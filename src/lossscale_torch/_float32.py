@@ -81,8 +81,9 @@ def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args
     is_eager = not torch.compiler.is_compiling()
     if is_eager:
         _require_float32_parameters(module, name)
-    tensors = (each for each in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(each, Tensor))
-    device = next((each.device.type for each in tensors if each.device.type not in ("cpu", "meta")), "cpu")
+    devices = {each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+    devices |= {param.device.type for param in itertools.islice(module.parameters(), 1)}
+    device = next(iter(devices - {"cpu", "meta"}), "cpu")
     with torch.autocast(device, enabled=False):
         result = forward(*map(in_float32, args), **{key: in_float32(value) for key, value in kwargs.items()})
     for given, copy in copies.items() if is_eager else ():
@@ -97,7 +98,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _require_float32_parameters(module: nn.Module, name: str) -> None:
-    units = [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]  # of FSDP2, without importing it
+    # A unit of FSDP2 is asked without importing it, and by its type, since a module looks up what it lacks slowly.
+    units = [each for each in module.modules() if hasattr(type(each), "_get_fsdp_state")]
     dtypes = {each._get_fsdp_state()._mp_policy.param_dtype for each in units}  # type: ignore[operator]
     if half := LOW_PRECISION & (dtypes | {param.dtype for param in module.parameters()}):
         raise ValueError(
