@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import sharded_grad_scaler
 
 import lossscale_torch
-from lossscale.cli._trace import COLUMNS
+from lossscale.cli._trace import csv_lines
 from lossscale_core import ScalingPolicy
 
 _MOST_WAITING = 100
@@ -62,11 +62,10 @@ class Recording:
             return
         try:
             with open(self._file, "a", encoding="utf-8") as file:  # opened each time: scripts fork and close files
-                file.writelines([",".join(COLUMNS) + "\n"] * (file.tell() == 0))
-                file.writelines(",".join(map(_cell, row)) + "\n" for row in rows)
+                file.writelines(csv_lines(rows, has_titles=file.tell() == 0))
         except OSError as error:  # a full disk must not end the training
             self._file = None
-            self.say(f"the trace ends at step {_cell(rows[0][0])}: {error}; make room, or pass another file")
+            self.say(f"the trace ends at step {int(rows[0][0])}: {error}; make room, or pass another file")
 
     def _finish(self) -> None:
         if self._process != os.getpid():
@@ -108,11 +107,6 @@ def _rank() -> tuple[int, int]:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # otherwise scripts use these variables for what they like
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return 0, 1
-
-
-def _cell(value: Any) -> str:
-    value = value.item() if hasattr(value, "item") else value
-    return "" if value is None else repr(value)
 
 
 @torch.no_grad()

@@ -243,15 +243,10 @@ def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
     return leaf, namespace(leaf) if xp is None else xp
 
 
-def _all_finite_on_host(array: Array) -> bool:
-    """Return whether a NumPy array is finite; a record array is finite if each of its fields is."""
-    if array.dtype.type is np.record:
-        return all(_all_finite_on_host(array[name].view(np.ndarray)) for name in array.dtype.names)
-    return not _is_gradient(array, np) or _all_finite_in(array)
-
-
-def _all_finite_in(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether `array` (any float or complex dtype, any shape and strides) holds no NaN and no infinity."""
+def _all_finite_on_host(array: np.ndarray[Any, Any]) -> bool:
+    """Return whether a NumPy array of any dtype, shape and strides holds no NaN and no infinity."""
+    if not _is_gradient(array, np):
+        return True
     dtype = array.dtype
     if dtype.char in _SUMMED_BY_BLAS and dtype.isnative and array.flags.forc and array.flags.aligned:
         # BLAS reads the array once, at memory speed. A sum of squares that overflows says nothing: test exactly then.
@@ -262,7 +257,7 @@ def _all_finite_in(array: np.ndarray[Any, Any]) -> bool:
     if array.size == 0:
         return True
     if dtype.kind == "c":
-        return _all_finite_in(array.real) and _all_finite_in(array.imag)
+        return _all_finite_on_host(array.real) and _all_finite_on_host(array.imag)
     if dtype.isnative and dtype.itemsize in _SAME_SIZE_INTEGERS:
         return _all_finite_by_bits(array)
     return _all_finite_by_chunks(array)

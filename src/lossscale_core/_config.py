@@ -58,10 +58,10 @@ def as_policy(source: Any) -> ScalingPolicy:
         return _fixed(source)
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
-    if isinstance(source, str | os.PathLike) and suffix_of(source) in _SUFFIXES:
+    if isinstance(source, os.PathLike):
         return load_policy(source)
-    if isinstance(source, os.PathLike) or (isinstance(source, str) and os.path.exists(source)):
-        _require_known_suffix(source)
+    if isinstance(source, str) and (suffix_of(source) in _SUFFIXES or os.path.exists(source)):
+        return load_policy(source)
     if hasattr(source, "loss_scale"):
         raise PolicyError(
             f"{shown(source)} is a state and not a policy; pass its policy in this place, such as DynamicScaling(); "
@@ -183,7 +183,7 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
         PolicyError: The content of the file is not the config of a policy; the message names the file.
         OSError: The file cannot be read.
     """
-    _require_known_suffix(path)
+    _known_suffix(path)
     try:
         config = read_data(path, "policy", PolicyError)
     except FileNotFoundError as error:
@@ -231,19 +231,35 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrit
         FileExistsError: The file exists, and `overwrite` is False.
         OSError: The file cannot be written.
     """
-    _require_known_suffix(path)
+    write_whole(path, policy_text(policy, _known_suffix(path)), overwrite=overwrite)
+
+
+def policy_text(policy: ScalingPolicy, suffix: str) -> str:
+    """Return `policy` as the text of a file.
+
+    Args:
+        policy: A policy that has a `kind`.
+        suffix: The format, ".toml" or ".json".
+
+    Returns:
+        The text, which ends in a line break.
+
+    Raises:
+        PolicyError: The policy has no `kind` of its own.
+    """
     import json
 
     config = policy_to_dict(policy)
+    if suffix == ".json":
+        return json.dumps(config, indent=2) + "\n"
     # A policy holds strings, numbers and bools only, which JSON and TOML write alike: https://toml.io/en/v1.0.0
-    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
-    text = lines if suffix_of(path) == ".toml" else json.dumps(config, indent=2) + "\n"
-    write_whole(path, text, overwrite=overwrite)
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
 
 
-def _require_known_suffix(path: str | os.PathLike[str]) -> None:
-    if suffix_of(path) in _SUFFIXES:
-        return
+def _known_suffix(path: str | os.PathLike[str]) -> str:
+    """Return the suffix of a policy's file. Raises `PolicyError` for another one."""
+    if (suffix := suffix_of(path)) in _SUFFIXES:
+        return suffix
     if os.path.isdir(path):
         raise PolicyError(f"{shown(os.fspath(path))} is a folder; pass a .toml or .json file in it")
     raise PolicyError(f"{shown(os.fspath(path))} must end in .toml or .json; pass a policy in one of these formats")

@@ -7,17 +7,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "nearest_name",
-    "not_a_state",
-    "require_flag",
-    "shown",
-    "shown_names",
-    "shown_number",
-    "unknown_name",
-    "warn_caller",
-]
-
 _LONGEST = 500
 _LONGEST_NAME = 100
 _MOST_NAMES = 12

@@ -5,6 +5,7 @@ The names serve the packages of this project and adapters of other packages. The
 
 from lossscale_core import _tree as tree
 from lossscale_core._checkpoint import guard_state_from_dict
+from lossscale_core._config import policy_text
 from lossscale_core._files import open_file, read_data, write_whole
 from lossscale_core._guard import check_guard, check_spike_streak
 from lossscale_core._messages import (
@@ -38,6 +39,7 @@ __all__ = [
     "loss_scale_of",
     "norm_by_unit",
     "open_file",
+    "policy_text",
     "read_data",
     "require_flag",
     "shown",

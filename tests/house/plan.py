@@ -27,8 +27,8 @@ PLAN = {
         _checkpoint: _base _config _guard _policy _settings _state errors _messages
         _report: _base _config _guard _settings _state errors _messages
         _step: _arrays _base _guard _state
-        testing: _base _config _guard _messages _settings _state
-        adapters: _checkpoint _files _guard _messages _report _settings _state _step _tree
+        testing: _base _config _guard _messages _settings _state _step
+        adapters: _checkpoint _config _files _guard _messages _report _settings _state _step _tree
         __init__: _arrays _base _checkpoint _config _gradient_range _guard _policy _report _state adapters
             errors testing
     """,

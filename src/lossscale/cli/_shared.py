@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from lossscale_core import FixedScaling, ScalingPolicy, as_policy, policy_to_dict
+from lossscale_core import FixedScaling, ScalingPolicy, as_policy
+from lossscale_core.adapters import policy_text
 
 FILE = click.Path(path_type=Path)
 PICTURES = (".png", ".pdf", ".svg")
@@ -47,14 +48,9 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
-def policy_lines(scaling: ScalingPolicy) -> list[str]:
-    """Return all settings of a policy as lines of TOML."""
-    return [f"{name} = {json.dumps(value)}" for name, value in policy_to_dict(scaling).items() if value is not None]
-
-
 def print_policy(scaling: ScalingPolicy, as_json: bool) -> None:
     """Print all settings of a policy as TOML or JSON."""
-    click.echo(json.dumps(policy_to_dict(scaling), indent=2) if as_json else "\n".join(policy_lines(scaling)))
+    click.echo(policy_text(scaling, ".json" if as_json else ".toml"), nl=False)
 
 
 def require_new(*paths: Path, overwrite: bool = False) -> None:

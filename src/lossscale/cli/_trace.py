@@ -3,7 +3,7 @@
 import csv
 import io
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -32,6 +32,20 @@ class Trace(NamedTuple):
     """float64: the norm of the unscaled gradients, NaN where it is not known."""
     gradient_max: NDArray[np.float64]
     """float64: the largest magnitude of the unscaled gradients, NaN where it is not known."""
+
+
+def csv_lines(rows: Iterable[Sequence[Any]], *, has_titles: bool = True) -> Iterator[str]:
+    """Yield rows with a cell for each of `COLUMNS` as lines of a trace. Waits for the devices of the cells.
+
+    Args:
+        rows: Numbers, arrays of shape `()`, bools, or None for what is not known.
+        has_titles: Whether the line of titles comes first.
+    """
+    if has_titles:
+        yield ",".join(COLUMNS) + "\n"
+    for row in rows:
+        cells = (cell.item() if hasattr(cell, "item") else cell for cell in row)
+        yield ",".join("" if cell is None else repr(cell) for cell in cells) + "\n"
 
 
 def read_trace(path: Path) -> Trace:

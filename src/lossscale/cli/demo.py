@@ -2,16 +2,17 @@
 
 import contextlib
 import functools
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lossscale.cli._shared import FILE, OVERWRITE, example, policy_lines, print_table, require_new, say
-from lossscale.cli._trace import COLUMNS
+from lossscale.cli._shared import FILE, OVERWRITE, example, print_table, require_new, say
+from lossscale.cli._trace import csv_lines
 from lossscale_core import load_policy
-from lossscale_core.adapters import shown_number, write_whole
+from lossscale_core.adapters import policy_text, shown_number, write_whole
 
 
 @click.command(
@@ -65,8 +66,8 @@ def command(policy_file: Path | None, weight: float, seed: int, steps: int, out:
     contents: dict[str, str | bytes] = {
         "demo.png": draw_demo(runs, weight, seed, is_narrow=False),
         "demo-narrow.png": draw_demo(runs, weight, seed, is_narrow=True),
-        "trace.csv": _as_csv(runs[name][weight]),
-        "policy.toml": "".join(f"{line}\n" for line in policy_lines(policy)),
+        "trace.csv": "".join(csv_lines(map(_row, itertools.count(), runs[name][weight].steps.T.tolist()))),
+        "policy.toml": policy_text(policy, ".toml"),
     }
     for path in results:
         write_whole(path, contents[path.name], overwrite=overwrite)
@@ -74,9 +75,6 @@ def command(policy_file: Path | None, weight: float, seed: int, steps: int, out:
     say(f"next: change the policy, and run: lossscale simulate {out / 'policy.toml'} {out / 'trace.csv'}")
 
 
-def _as_csv(run: Any) -> str:
-    """Return the trace as `lossscale run` writes it."""
-    lines = [",".join(COLUMNS)]
-    for step, (_, scale, skipped, largest) in enumerate(run.steps.T.tolist()):
-        lines.append(f"{step},{scale},{skipped == 0.0},{skipped == 1.0},False,,{largest},0")
-    return "\n".join([*lines, ""])
+def _row(step: int, numbers: Any) -> tuple[Any, ...]:
+    _, scale, skipped, largest = numbers
+    return step, scale, skipped == 0.0, skipped == 1.0, False, None, largest, 0

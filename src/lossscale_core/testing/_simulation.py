@@ -13,6 +13,7 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SpikeGuard
 from lossscale_core._messages import shown
 from lossscale_core._state import ScaleState
+from lossscale_core._step import decide
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -73,12 +74,9 @@ def simulate(
     flags = _as_flags(grads_finite)
     if (norms is None) != (guard is None):
         raise ValueError("a guard checks norms; pass both norms= and guard=, or none of them")
-    if guard is None:
-        return _run(as_policy(policy), len(flags), lambda step, _: flags[step])
-    spiked = _spikes(guard, flags, np.asarray(norms, np.float32))
-    trace_of_all = _run(as_policy(policy), len(flags), lambda step, _: flags[step], counts=~spiked)
-    trace: Trace = _trace_type(trace_of_all._fields, "spiked")(*trace_of_all, spiked)
-    return trace
+    if norms is not None and (shape := np.shape(norms)) != (len(flags),):
+        raise ValueError(f"norms has shape {shape}, but there are {len(flags)} steps; pass one norm a step")
+    return _run(as_policy(policy), len(flags), lambda step, _: flags[step], guard, norms)
 
 
 def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any = "float16") -> Trace:
@@ -156,43 +154,39 @@ def _as_flag(flag: Any) -> bool:
     return bool(flag)
 
 
-def _spikes(guard: SpikeGuard, flags: list[bool], norms: "NDArray[np.float32]") -> "NDArray[np.bool_]":
-    """Return which steps the guard refuses."""
-    if norms.shape != (len(flags),):
-        raise ValueError(f"norms has shape {norms.shape}, but there are {len(flags)} steps; pass one norm a step")
-    spiked = np.zeros(len(flags), bool)
-    state = guard.init_state()
-    for step, (finite, norm) in enumerate(zip(flags, norms, strict=True)):
-        accepted, state = guard.check(state, norm if finite else np.float32(np.inf))
-        spiked[step] = finite and not accepted
-    return spiked
-
-
 def _run(
-    policy: ScalingPolicy, steps: int, is_finite: Callable[[int, Any], bool], counts: "NDArray[np.bool_] | None" = None
+    policy: ScalingPolicy,
+    steps: int,
+    is_finite: Callable[[int, Any], bool],
+    guard: SpikeGuard | None = None,
+    norms: Any = None,
 ) -> Trace:
-    """Run a policy; the steps that do not count leave its state as it was."""
+    """Run a policy, and with norms a guard beside it."""
     state: Any = policy.init_state()
+    guard_state = None if guard is None else guard.init_state()
+    norms, spiked = np.zeros(steps) if norms is None else np.asarray(norms, np.float32), np.zeros(steps, bool)
     fields = state._fields
     rows = np.empty(steps + 1, [(name, type(start)) for name, start in state._asdict().items()])
     rows[0] = tuple(state)
     with np.errstate(over="ignore"):
         for step in range(steps):
-            if counts is None or counts[step]:
-                state = policy.update(state, is_finite(step, state.loss_scale))
+            finite = is_finite(step, state.loss_scale)
+            applied, state, guard_state = decide(policy, guard, state, guard_state, finite, norms[step])
+            spiked[step] = finite and not applied
             rows[step + 1] = tuple(state)
     columns = {name: rows[name].copy() for name in fields}
     scales = columns.pop("loss_scale")
-    own = tuple(name for name in fields if name not in ScaleState._fields)
-    trace: Trace = _trace_type(Trace._fields, *own)(
+    after = {name: column[1:] for name, column in columns.items()} | ({} if guard is None else {"spiked": spiked})
+    own = tuple(name for name in after if name not in ScaleState._fields)
+    trace: Trace = _trace_type(*own)(
         loss_scale_used=scales[:-1],
         loss_scale_after=scales[1:],
         skipped=np.diff(columns["skipped_steps"]) > 0,
-        **{name: column[1:] for name, column in columns.items()},
+        **after,
     )
     return trace
 
 
 @functools.cache
-def _trace_type(fields: tuple[str, ...], *own: str) -> Any:
-    return namedtuple("Trace", (*fields, *own)) if own else Trace
+def _trace_type(*own: str) -> Any:
+    return namedtuple("Trace", (*Trace._fields, *own)) if own else Trace
