@@ -42,10 +42,14 @@ def after_diff(diff: str) -> str:
 def split_loop(source: str, start: str | None = None) -> tuple[CodeType, CodeType]:
     """Return what stands before the last loop of a source, and that loop, made to run over `data`.
 
-    Without a loop, the step begins with the statement that is `start`, or assigns it. What the source imports of
-    `lossscale_torch` is left to the caller's names.
+    Without a loop, the step begins with the statement that is `start`, or assigns it. `GradScaler` is not imported, but
+    left to the caller's names.
     """
-    body = [each for each in ast.parse(source).body if getattr(each, "module", None) != "lossscale_torch"]
+    body = ast.parse(source).body
+    for each in body:
+        if isinstance(each, ast.ImportFrom) and each.module == "lossscale_torch":
+            each.names = [alias for alias in each.names if alias.name != "GradScaler"]
+    body = [each for each in body if not isinstance(each, ast.ImportFrom) or each.names]
     if start is not None:
         (place,) = (place for place, each in enumerate(body) if start in ast.unparse(each))
         return _compiled(body[:place]), _compiled(body[place:])
