@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -189,16 +189,7 @@ BROKEN_BOUNDS = {
 }
 
 
-class Counting(NamedTuple):
-    """A state with a counter of its own."""
-
-    loss_scale: Any
-    growth_tracker: Any
-    hysteresis_tracker: Any
-    steps: Any
-    skipped_steps: Any
-    overflow_streak: Any
-    good: Any
+Counting = namedtuple("Counting", [*ScaleState._fields, "good"])
 
 
 BROKEN_COUNTERS = {

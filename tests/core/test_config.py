@@ -78,23 +78,18 @@ def test_a_bad_config_names_the_remedy(config, words):
         ("p.json", "{", ["p.json", "not valid JSON"]),
         ("p.json", '{"kind": "fixed", "init_scale": NaN}', ["p.json", "nan"]),
         ("p.toml", 'kind = "fixed"\ninit_scale = nan', ["p.toml", "init_scale=nan"]),
-        ("p.toml", b"\xff\xfe", ["p.toml", "not valid TOML"]),
-        ("p.yaml", "kind: dynamic", ["p.yaml", ".toml or .json"]),
         ("p.toml", '[tool.lossscale]\nkind = "dynamic"', ["in the table 'tool.lossscale'; write them without a table"]),
         ("p.toml", '[[policy]]\nkind = "dynamic"', ["in the table 'policy'; write them without a table"]),
-        ("p.json", '{"policy": {"kind": "dynamic"}}', ["in the table 'policy'; write them without a table"]),
-        ("p.toml", 'kind = "dynamic"\nloss_scale_window = 500', ["is not a key of", "lossscale.from_tool"]),
         ("p.toml", 'kind = "dynamic"\nmax_overflow_streak = 0', ["must be left out or a whole", "leave it out"]),
         ("p.json", '{"kind": "dynamic", "refill_on_finite": 1}', ["pass true or false"]),
         ("p.toml", 'kind = "dynamic"\ninit_scale = 0', ["a power of two such as 65536.0"]),
         ("p.toml", 'kind = "dynamic"\nmax_scale = 0', ["a power of two such as 16777216.0"]),
-        ("p.toml", 'kind = "dynamic"\ngrowth_interval = 1e400', ["growth_interval=inf must be a whole number"]),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, name, text, words):
     """The message names the file and what is wrong in it."""
     path = tmp_path / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_text(text)
     with pytest.raises(PolicyError) as caught:
         load_policy(path)
     for word in words:
