@@ -10,10 +10,13 @@ from types import CodeType
 ROOT = Path(__file__).parents[2]
 
 
-def code_of(page: str, heading: str, number: int = 0) -> str:
-    """Return a block of Python below a heading of a page, without the prompts of a doctest."""
+def code_of(page: str, heading: str, number: int = 0, *, before: bool = False) -> str:
+    """Return a block of Python below a heading of a page, without the prompts of a doctest.
+
+    Of a diff it is the code that it ends in, or begins with.
+    """
     text = (ROOT / page).read_text(encoding="utf-8")
-    block = _blocks(text)[heading][number]
+    block = _blocks(text, dropped="+" if before else "-")[heading][number]
     if block.lstrip().startswith(">>>"):
         return "".join(example.source for example in doctest.DocTestParser().get_examples(block))
     return block
@@ -24,19 +27,19 @@ def headings_with_code(page: str) -> list[str]:
     return list(_blocks((ROOT / page).read_text(encoding="utf-8")))
 
 
-def _blocks(text: str) -> dict[str, list[str]]:
+def _blocks(text: str, dropped: str = "-") -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for block in re.finditer(r"^( *)```(python|diff)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
         above = re.findall(r"^#+ (.+)$", text[: block.start()], re.MULTILINE)
         code = textwrap.dedent(block[3])
-        found.setdefault(above[-1], []).append(after_diff(code) if block[2] == "diff" else code)
+        found.setdefault(above[-1], []).append(after_diff(code, dropped) if block[2] == "diff" else code)
     return found
 
 
-def after_diff(diff: str) -> str:
-    """Return the code that a diff ends in."""
-    lines = [line for line in diff.splitlines(keepends=True) if not line.startswith("-")]
-    return "".join(line[1:] if line[0] in "+ " else line for line in lines)
+def after_diff(diff: str, dropped: str = "-") -> str:
+    """Return the code that a diff ends in; without the lines that begin with `+`, the code that it begins with."""
+    lines = [line for line in diff.splitlines(keepends=True) if not line.startswith(dropped)]
+    return "".join(line[1:] if line[0] in "+- " else line for line in lines)
 
 
 def split_loop(source: str, start: str | None = None) -> tuple[CodeType, CodeType]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lossscale_torch.testing import check_training_loop
 from tests.adapters.pages import code_of, split_loop
@@ -47,7 +48,7 @@ PAGES = {
     "logging": Page("docs/logging.md", "PyTorch", lambda batch: [(batch, _pair(batch))]),
     "Accelerate": Page("docs/trainers.md", "Accelerate"),
     "timm": Page("docs/trainers.md", "timm"),
-    "FSDP2": Page("docs/trainers.md", "FSDP2", lambda batch: [_pair(batch)[0]]),
+    "FSDP2": Page("docs/trainers.md", "torchtitan, FSDP2", lambda batch: [[_pair(batch)] * 2]),
 }
 
 
@@ -60,14 +61,17 @@ class _Loop:
             source = source.replace(name, value)
         setup, self._step = split_loop(source, page.start)
         model = torch.nn.Linear(4, 1)
+        if "FSDP2" in page.heading:
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self._data = page.data
         self._names = {
             "torch": torch, "in_float16": in_float16, "GradScaler": lambda *args, **settings: scaler, "scaler": scaler,
-            "model": model, "optimizer": optimizer, "data": [], "loss_fn": _loss_fn, "policy_loss": _loss_fn,
-            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "accumulate": 2, "micro_batch_size": 4,
+            "model": model, "optimizer": optimizer, "data": [], "loss_fn": _loss_fn,
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "accumulate": 2, "optimizers": optimizer,
             "log": lambda step, numbers: None, "num_updates": 0,
         }  # fmt: skip
+        self._names["lr_schedulers"] = self._names["scheduler"]
         exec(setup, self._names)
         self.model, self.scheduler = self._names["model"], self._names["scheduler"]
         self.optimizer = getattr(self._names["optimizer"], "optimizer", self._names["optimizer"])

@@ -122,13 +122,6 @@ def _rows(steps=STEPS):
     return [{"inputs": x, "labels": y} for inputs, labels in _data(steps) for x, y in zip(inputs, labels, strict=True)]
 
 
-def _follow_applied_steps():
-    """Return the names of Trainer's recipe, with its callback, from before it makes a trainer."""
-    names = {}
-    exec(code_of(PAGE, "Hugging Face Trainer").partition("trainer = ")[0], names)
-    return names
-
-
 def _small_language_model():
     """Return a language model of five words, and its tokenizer, made without any download."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -148,7 +141,7 @@ def _small_language_model():
 def test_trl(optim, tmp_path):
     """Supervised fine-tuning skips an overflow, and its schedule follows applied steps."""
     from datasets import Dataset
-    from trl import SFTConfig
+    from trl import SFTConfig, SFTTrainer
 
     model, tokenizer = _small_language_model()
     norm, seen = model.model.norm, []
@@ -160,8 +153,9 @@ def test_trl(optim, tmp_path):
     norm.weight.register_hook(spoil)
     args = _arguments(tmp_path, SFTConfig, bf16=False, max_length=8, learning_rate=0.1, optim=optim)
     dataset = Dataset.from_list([{"text": "a b c a"}] * 32)  # four batches
-    names = {"model": model, "args": args, "dataset": dataset, "tokenizer": tokenizer}
-    names = _run("TRL", {**_follow_applied_steps(), **names})
+    names = {"model": model, "args": args, "dataset": dataset, "tokenizer": tokenizer, "SFTTrainer": SFTTrainer}
+    replaced = {" Trainer(model, args,": " SFTTrainer(model, args, processing_class=tokenizer,"}
+    names = _run("Hugging Face Trainer, TRL", names, replaced)
     changed = [before != after for before, after in pairwise([*seen, norm.weight.tolist()])]
     assert changed == [True, False, True, True]
     assert names["trainer"].lr_scheduler.last_epoch == 3
@@ -307,6 +301,21 @@ def test_two_optimizers(fused):
     assert names["scaler"].get_scale() == 2.0**8
 
 
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_trainer_that_takes_any_scaler(kind, fused):
+    """It knows which steps were applied."""
+    model = _Model()
+    optimizer, _ = _optimizer_of(model, fused)
+    trainer = _run("A trainer that you maintain", {})["Trainer"](optimizer, kind("cpu", init_scale=2.0**10))
+    skipped = set()
+    for step, (inputs, targets) in enumerate(_data()):
+        optimizer.zero_grad()
+        trainer.scaler.scale(_loss_fn(model(inputs), targets)).backward()
+        skipped |= set() if trainer.step() else {step}
+    assert skipped == model.skipped() == OVERFLOWS
+
+
 def test_a_compiled_step():
     """Its graph breaks no more often than with torch's scaler."""
     breaks = []
@@ -334,7 +343,7 @@ def test_a_compiled_step():
 
 USUAL = {
     "", "import torch", "for inputs, targets in data:", "loss = loss_fn(model(inputs), targets)", "scheduler.step()",
-    "optimizer.step()", "optimizer.zero_grad()", "for batch in data:", "for real, noise in data:",
+    "optimizer.step()", "optimizer.zero_grad()", "for real, noise in data:",
 }  # fmt: skip
 """Lines that a script has without loss scaling."""
 
@@ -360,7 +369,7 @@ def _hugging_face(folder, optim, resumes):
     model = _ModelWithLoss(BAD, first=8 if resumes else 0)
     replaced = {**RESUMABLE, "trainer.train()": f"trainer.train(resume_from_checkpoint={resumes})"}
     arguments = _arguments(folder, optim=optim, max_steps=16, save_strategy="steps", save_steps=8)
-    names = _run("Hugging Face Trainer", {"model": model, "args": arguments, "dataset": _rows(16)}, replaced)
+    names = _run("Hugging Face Trainer, TRL", {"model": model, "args": arguments, "dataset": _rows(16)}, replaced)
     return model, names["trainer"]
 
 

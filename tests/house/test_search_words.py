@@ -16,7 +16,7 @@ HEADINGS = [
 SEARCHED = (
     *("bf16", "fp16", "fp8", "EMA", "LoRA", "GAN", "gradient accumulation", "retry", "resume"),
     *("DDP", "FSDP", "torch.compile", "CUDA graphs", "MPS"),
-    *("TRL", "verl", "Accelerate", "Lightning", "wandb", "TensorBoard"),
+    *("TRL", "verl", "nanochat", "torchtitan", "Accelerate", "Lightning", "wandb", "TensorBoard"),
     *("loss is nan", "grad norm nan", "Attempting to unscale FP16 gradients"),
 )
 
