@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lossscale_torch import GradScaler
 from lossscale_torch.testing import check_training_loop
 from tests.adapters.pages import code_of, split_loop
 from tests.adapters.test_torch_recipes import ON_A_CPU, accelerate_afresh, in_float16
@@ -80,6 +81,21 @@ class _Loop:
         """Run the loop over the data of one step."""
         self._names["data"] = self._data(batch)
         exec(self._step, self._names)
+
+
+def test_a_compiled_step_of_an_optimizer_is_called_or_left_out():
+    """As docs/works-with.md says of it; the default backend would need a compiler."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    scaler = GradScaler("cpu", policy="dynamic")
+    for factor, is_applied in ((1.0, True), (1e38, False), (1.0, True)):
+        before = weight.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        assert bool(scaler.update()) is is_applied
+        assert torch.equal(weight, before) is not is_applied
 
 
 @pytest.fixture
