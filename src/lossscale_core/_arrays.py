@@ -3,7 +3,7 @@
 The results on NumPy are the reference for the adapters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -111,13 +111,10 @@ def scale(loss: Any, state: ScaleState, *, xp: Namespace | None = None) -> Any:
     """
     loss_scale = loss_scale_of(state, "scale(loss, state)")
 
-    def scale_leaf(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        array, leaf_xp = _with_namespace(leaf, xp)
+    def scale_leaf(_: Any, array: Array, leaf_xp: Namespace) -> Any:
         return _lifted(array, leaf_xp) * _scale_for(array, loss_scale, leaf_xp)
 
-    return tree.map_leaves(scale_leaf, loss)
+    return _map_arrays(scale_leaf, loss, xp)
 
 
 @overload
@@ -180,16 +177,13 @@ def unscale(grads: TreeT, state: ScaleState, *, xp: Namespace | None = None) -> 
     """
     loss_scale = loss_scale_of(state, "unscale(grads, state)")
 
-    def unscale_leaf(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        array, leaf_xp = _with_namespace(leaf, xp)
-        return (
-            # A quotient, not a product with the reciprocal: scales that are not powers of two lose no digit.
-            _lifted(array, leaf_xp) / _scale_for(array, loss_scale, leaf_xp) if _is_gradient(array, leaf_xp) else leaf
-        )
+    def unscale_leaf(leaf: Any, array: Array, leaf_xp: Namespace) -> Any:
+        if not _is_gradient(array, leaf_xp):
+            return leaf
+        # A quotient, not a product with the reciprocal: scales that are not powers of two lose no digit.
+        return _lifted(array, leaf_xp) / _scale_for(array, loss_scale, leaf_xp)
 
-    unscaled: TreeT = tree.map_leaves(unscale_leaf, grads)
+    unscaled: TreeT = _map_arrays(unscale_leaf, grads, xp)
     return unscaled
 
 
@@ -231,6 +225,11 @@ def select(grads_finite: Array, new: TreeT, old: TreeT, *, xp: Namespace | None 
 
     selected = tree.map_leaves(select_leaf, new, old)
     return selected
+
+
+def _map_arrays(function: Callable[..., Any], structure: Any, xp: Namespace | None) -> Any:
+    """Return a nested structure with `function(leaf, array, namespace)` in the place of each leaf but None."""
+    return tree.map_leaves(lambda leaf: None if leaf is None else function(leaf, *_with_namespace(leaf, xp)), structure)
 
 
 def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:

@@ -141,16 +141,14 @@ def _plain_number(value: Any) -> int | float:
 def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{shown(saved)} is not a saved state; {_HINT}")
-    if not saved:
-        raise CheckpointError(f"the saved state is empty; {_HINT}")
     if "version" not in saved:
         parts = [
             key for key, part in saved.items() if isinstance(part, Mapping) and {"version", "loss_scale"} <= {*part}
         ]
         part = f"its part {shown(parts[0])}" if parts else "a dict that state_to_dict returned"
         raise CheckpointError(
-            f"the saved state has no version, but {shown_names(saved)}; pass {part}, or, if another tool such as torch "
-            "saved it, lossscale.state_from_tool('torch', saved)"
+            f"the saved state has no version, but {shown_names(saved) or 'nothing'}; pass {part}, or, if another tool "
+            "such as torch saved it, lossscale.state_from_tool('torch', saved)"
         )
     version = _item(saved["version"])
     if type(version) is not int or version < 1:

@@ -3,18 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "BAD_STEPS",
-    "CLOSE",
-    "SCALES",
-    "change",
-    "listed",
-    "not_from_the_loss",
-    "not_skipped",
-    "same",
-    "scales_differ",
-]
-
 BAD_STEPS = frozenset((0, 3, 4))
 """The steps that overflow: the first, when nothing has moved yet, and two in a row."""
 SCALES = (1.0, 2.0**10)
