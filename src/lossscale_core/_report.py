@@ -194,13 +194,15 @@ def check_overflow_streak(policy: PolicyLike, state: ScaleState) -> None:
         OverflowStreakError: As many steps in a row as the policy's `max_overflow_streak` overflowed.
         PolicyError: `policy` is not a policy.
     """
-    members = BaseScaling.of(as_policy(policy))
-    if members.max_overflow_streak is not None and int(read(state.overflow_streak)) >= members.max_overflow_streak:
-        raise OverflowStreakError(_reached_limit(members, state))
+    if reached := _reached_limit(BaseScaling.of(as_policy(policy)), state):
+        raise OverflowStreakError(reached)
 
 
 def _reached_limit(policy: BaseScaling, state: ScaleState[Any]) -> str:
-    streak, limit = int(state.overflow_streak), policy.max_overflow_streak
+    """Return what to say of a state that has reached the policy's limit, else an empty text."""
+    limit = policy.max_overflow_streak
+    if limit is None or (streak := int(read(state.overflow_streak))) < limit:
+        return ""
     scale = f" at a loss scale of {shown_number(float(state.loss_scale))}" if policy.scales_losses else ""
     hint = "raise max_overflow_streak where init_scale is known to be far too large"
     return (
@@ -254,8 +256,8 @@ def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:
         return f"broken: the loss scale is {scale:g}, which no policy reaches. Restore an earlier checkpoint."
     if not steps:
         return f"not started: no step yet{f'; the first is scaled by {shown}' if policy.scales_losses else ''}."
-    if policy.max_overflow_streak is not None and streak >= policy.max_overflow_streak:
-        return f"skipping too often: {_reached_limit(policy, state)}."
+    if reached := _reached_limit(policy, state):
+        return f"skipping too often: {reached}."
 
     counts, overflowing = f"{skipped} of {steps} steps skipped", f"the last {streak} steps in a row overflowed"
     applied, finite_in_a_row = steps - skipped, state.growth_tracker + policy.cooldown

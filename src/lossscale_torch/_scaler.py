@@ -588,8 +588,7 @@ class GradScaler(PlacedScaler):
             state = self._state_on_host()
         else:
             state = state._make((scale.clone(), tracker.clone(), *state[2:]))
-        numbers = metrics(state, guard=guard)
-        return {name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()}
+        return metrics(state, guard=guard)
 
     def diagnose(self) -> str:
         """Describe the condition of the run in one or two sentences; see `lossscale_core.diagnose`. Synchronises."""
