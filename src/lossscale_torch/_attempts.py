@@ -16,7 +16,7 @@ from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._state import STEPPED, may_have_moved, read
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import warn
-from lossscale_torch.hooks import Hook, SameOnRanks
+from lossscale_torch.hooks import Hook
 
 
 class Attempt:
@@ -135,8 +135,7 @@ class _Tries(Hook):
         self.is_over = not (overflowed and BaseScaling.of(scaler.policy).adapts)
         if not self.is_over:
             self.has_bad_loss = not scaler._are_losses_finite()
-            ranks = next(hook for hook in scaler._hooks if isinstance(hook, SameOnRanks))
-            self.is_over = ranks.any_of(self.has_bad_loss, [*self.optimizers.values()], device)
+            self.is_over = scaler._ranks.any_of(self.has_bad_loss, [*self.optimizers.values()], device)
 
     def require_one_update(self) -> None:
         """Raise an error unless the body was one step of this loop alone."""

@@ -1,8 +1,7 @@
 """An optimizer's gradients as real, dense, local values that can be checked, multiplied and measured."""
 
-import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ HAVE_FLOAT64 = ("cpu", "cuda")
 Bucket = list[Tensor]
 
 _JOIN_BELOW = 4096  # elements; calling `torch.dot` for fewer takes about as long as copying them does
+_SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a part of the norm
+_EXACT_UP_TO = 6.0  # to this power, float64 holds every float32
 
 
 class Gradients:
@@ -25,18 +26,17 @@ class Gradients:
     raised, with torch's message, for float16 unless `allow_half`.
     """
 
-    __slots__ = ("are_complex", "are_sharded", "buckets")
+    __slots__ = ("_grads", "_values", "buckets")
 
     def __init__(self, optimizers: list[Any], allow_half: bool = True) -> None:
-        grads = _grads_of(optimizers)
-        self.are_complex = self.are_sharded = False
+        self._grads = self._values = grads = _grads_of(optimizers)
         if grads and _are_one_bucket(grads):
             self.buckets = [grads]
         else:
             params = [param for each in optimizers for param in params_of(each) if param.grad is not None]
-            self.are_complex = any(param.grad.is_complex() for param in params)
-            self.are_sharded = any(is_dtensor(param.grad) for param in params)
-            self.buckets = buckets(map(_writable_values, params))
+            self._grads = [_writable(param) for param in params]
+            self._values = [values_of(grad) for grad in self._grads]
+            self.buckets = buckets(self._values)
         for bucket in self.buckets:
             if bucket[0].dtype is torch.float16 and not allow_half:
                 raise ValueError(_half_gradients(optimizers))
@@ -55,31 +55,90 @@ class Gradients:
         return found
 
     @torch.no_grad()
-    def norm(self, order: float, device: torch.device) -> Tensor:
-        """Return the norm of all elements, 2 or infinity, on `device`: float32, or float64 with a float64 gradient.
+    def norm(
+        self,
+        order: float,
+        device: torch.device,
+        groups: Sequence[Any] = (),
+        norm_group: Any = None,
+        read: Callable[[Tensor], float] | None = None,
+    ) -> tuple[Any, Any]:
+        """Return the norm of all elements on all ranks, and whether one of them is not finite: 1.0, else 0.0.
 
-        Not finite if an element is not, or if squares leave the dtype. Does not synchronise.
+        Both are tensors of shape `()` on `device`, in float64 where it has that, or numbers if `read` was called. The
+        norm is infinite if powers of finite elements leave the dtype. Each rank calls one all-reduce for each group, in
+        which it has 0 for the gradients that it lacks.
+
+        Args:
+            order: The order of the norm, above 0.
+            device: The device of the all-reduce.
+            groups: The groups over which parameters are sharded or replicated, the same on all ranks of a group. A
+                parameter is taken for a copy in each group that does not shard it.
+            norm_group: One of `groups`, of which each rank holds other parameters.
+            read: A function that waits for a tensor. It is called without groups, for a 2-norm in the dtype of the
+                gradients, which is then only computed in float64 if it is not finite or tiny.
         """
-        norms = [moved(_bucket_norm(bucket, order), device) for bucket in _without_empty(self.buckets)]
-        if len(norms) == 1:
-            return norms[0]
-        dtype = torch.float64 if any(each.dtype is torch.float64 for each in norms) else torch.float32
-        stacked = torch.stack(
-            [each.to(dtype) for each in norms or [torch.zeros((), dtype=torch.float32, device=device)]]
-        )
-        return torch.linalg.vector_norm(stacked, order)
+        if read is not None and order == 2.0 and not groups and self._values:
+            value = read(_norm_of_order_2(self.buckets, device))
+            if _SMALL <= value < math.inf or math.isnan(value):  # a sum of finite squares is not NaN
+                return value, float(math.isnan(value))
+        dtype = torch.float64 if device.type in HAVE_FLOAT64 else torch.float32
+        norms, is_exact = self._norms(order, groups, norm_group)
+        parts = {
+            copies: torch.linalg.vector_norm(torch.stack([moved(each, device).to(dtype) for each in some]), order)
+            for copies, some in norms.items()
+        }
+        if not parts:
+            parts[1] = torch.zeros((), dtype=dtype, device=device)
+        if groups and order != math.inf:
+            total = torch.stack([part**order / copies for copies, part in parts.items()]).sum()
+        else:
+            total = next(iter(parts.values())) if len(parts) == 1 else torch.stack([*parts.values()]).amax()
+        if is_exact:
+            flag = (~(total < math.inf)).to(dtype)  # true for NaN, too, and one kernel where `isfinite` takes four
+        else:
+            one = torch.ones((), dtype=torch.float32, device=device)
+            found = self.check_and_multiply_(one, torch.zeros_like(one)).values()
+            flag = torch.stack([moved(each, device).to(dtype) for each in found]).amax()
+        if groups:
+            row = torch.stack([torch.where(flag == 0.0, total, 0.0), flag])
+            operation = torch.distributed.ReduceOp.MAX if order == math.inf else torch.distributed.ReduceOp.SUM
+            for group in groups:
+                torch.distributed.all_reduce(row, op=operation, group=group)
+            total, flag = row[0], (row[1] != 0.0).to(dtype)
+            if order != math.inf:
+                total = total.sqrt() if order == 2.0 else total ** (1.0 / order)
+            total = torch.where(flag == 0.0, total, math.nan)
+        return total, flag
 
-    @torch.no_grad()
-    def wide_norm(self, order: float, device: torch.device) -> Tensor:
-        """Return the norm in float64, which holds the square of every float32. Does not synchronise."""
-        norms = [
-            moved(each, device)
-            for bucket in _without_empty(self.buckets)
-            for each in torch._foreach_norm(bucket, order, dtype=torch.float64)
-        ]
-        if not norms:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.linalg.vector_norm(torch.stack(norms), order)
+    def _norms(self, order: float, groups: Sequence[Any], norm_group: Any) -> tuple[dict[int, list[Tensor]], bool]:
+        """Return the norms of tensors, by the number of copies on all ranks, and if these show what is not finite."""
+        by_kind: dict[tuple[int, bool], list[Tensor]] = {}
+        copies: dict[Any, int] = {}
+        grad: Any
+        for grad, values in zip(self._grads, self._values, strict=True):
+            if values.numel():  # an empty tensor has no infinity norm
+                layout = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
+                if layout not in copies:
+                    copies[layout] = _copies_of(layout, [each for each in groups if each is not norm_group])
+                by_kind.setdefault((copies[layout], grad.is_complex() and order != 2.0), []).append(values)
+        norms: dict[int, list[Tensor]] = {}
+        is_exact = True
+        for (count, is_complex), some in by_kind.items():
+            for bucket in buckets(some):
+                is_double, has_double = bucket[0].dtype is torch.float64, bucket[0].device.type in HAVE_FLOAT64
+                if is_complex:
+                    bucket = [torch.view_as_complex(each).abs() for each in bucket]
+                dtype: Any = torch.float64 if has_double else torch.float32
+                if order == math.inf and bucket[0].dtype.itemsize >= 4:
+                    dtype = None
+                is_exact = (
+                    is_exact
+                    and not is_complex
+                    and (order == math.inf or (has_double and not is_double and order <= _EXACT_UP_TO))
+                )
+                norms.setdefault(count, []).extend(torch._foreach_norm(bucket, order, dtype=dtype))
+        return norms, is_exact
 
     @torch.no_grad()
     def multiply_(self, factor: float | Tensor) -> None:
@@ -180,8 +239,8 @@ def _are_one_bucket(grads: list[Tensor]) -> bool:
     return True
 
 
-def _writable_values(param: Tensor) -> Tensor:
-    """Return the values of a parameter's gradient, in its own memory; replace `.grad` if necessary."""
+def _writable(param: Tensor) -> Any:
+    """Return a parameter's gradient with values that can be changed in place; replace `.grad` if necessary."""
     grad: Any = param.grad
     if is_dtensor(grad):
         param.grad = _without_partial_sums(grad)
@@ -194,7 +253,7 @@ def _writable_values(param: Tensor) -> Tensor:
             f"a gradient of shape {tuple(grad.shape)} has the layout {grad.layout}, which no kernel can check; "
             "keep its parameter dense, or in torch.sparse_coo"
         )
-    return values_of(param.grad)  # type: ignore[arg-type]  # it has one
+    return param.grad
 
 
 def _without_partial_sums(grad: Any) -> Any:
@@ -206,11 +265,29 @@ def _without_partial_sums(grad: Any) -> Any:
     return grad.redistribute(placements=[Replicate() if each.is_partial() else each for each in grad.placements])
 
 
-def _bucket_norm(bucket: Bucket, order: float) -> Tensor:
-    if order == 2.0 and bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
-        return _norm_by_dots(bucket)
-    dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, order, dtype=dtype)), order)
+def _copies_of(layout: Any, groups: list[Any]) -> int:
+    """Return how often a sum over the groups, one after another, counts what lies on a mesh, or on none, so."""
+    sharded = []
+    if layout is not None:
+        mesh, placements = layout
+        sharded = [mesh.get_group(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
+    return math.prod(torch.distributed.get_world_size(group) for group in groups if group not in sharded)
+
+
+def _norm_of_order_2(all_buckets: list[Bucket], device: torch.device) -> Tensor:
+    """Return the 2-norm in the dtype of the gradients, at least float32; not finite if squares leave it."""
+    norms = []
+    for bucket in all_buckets:
+        if bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
+            norm = _norm_by_dots(bucket)
+        else:
+            dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, 2.0, dtype=dtype)))
+        norms.append(moved(norm, device))
+    if len(norms) == 1:
+        return norms[0]
+    dtype = torch.float64 if any(each.dtype is torch.float64 for each in norms) else torch.float32
+    return torch.linalg.vector_norm(torch.stack([each.to(dtype) for each in norms]))
 
 
 def _norm_by_dots(bucket: Bucket) -> Tensor:
@@ -226,12 +303,6 @@ def _norm_by_dots(bucket: Bucket) -> Tensor:
         flat.append(_flatten_dense_tensors(small))
     dots = [torch.dot(each, each) for each in flat]
     return (dots[0] if len(dots) == 1 else torch.stack(dots).sum()).sqrt()
-
-
-def _without_empty(all_buckets: list[Bucket]) -> list[Bucket]:
-    if all(map(Tensor.numel, itertools.chain.from_iterable(all_buckets))):
-        return all_buckets
-    return [some for bucket in all_buckets if (some := [each for each in bucket if each.numel()])]
 
 
 def _half_gradients(optimizers: list[Any]) -> str:

@@ -34,6 +34,7 @@ def guarded(
     on_bad: Literal["skip", "raise"] = "skip",
     names: torch.nn.Module | Iterable[tuple[str, Tensor]] | None = None,
     process_group: Any = None,
+    norm_group: Any = None,
 ) -> OptimizerT:
     """Make the steps of an optimizer atomic, in any dtype, and return it: a step with a bad gradient changes nothing.
 
@@ -71,6 +72,8 @@ def guarded(
             names are those that the optimizer was made with, or places and shapes.
         process_group: The group of ranks that decide together. For parameters sharded over a device mesh, and for
             gradients that all ranks share, as under DistributedDataParallel, this needs no group.
+        norm_group: The group of ranks that hold other parameters, such as the stages of a pipeline: the norm is that of
+            all of them, and they decide together.
 
     Returns:
         The optimizer itself.
@@ -88,8 +91,8 @@ def guarded(
     made: Any = optimizer
     if on_bad not in ("skip", "raise"):
         raise PolicyError(f'on_bad={shown(on_bad)} must be "skip" or "raise"; leave it out to skip bad steps')
-    scaler = _Step(guard, max_norm, max_streak, process_group)
-    scaler._hooks.append(SkipLog(names_of(optimizer, names), on_bad == "raise", process_group))
+    scaler = _Step(guard, max_norm, max_streak, process_group, norm_group)
+    scaler._hooks.append(SkipLog(names_of(optimizer, names), on_bad == "raise"))
     vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
     made._lossscale, made.last_step = scaler, None
     made.__class__ = _guarded_class(made.__class__)
@@ -99,12 +102,16 @@ def guarded(
 class _Step(GradScaler):
     """The step of a guarded optimizer: that of a scaler without scaling."""
 
-    def __init__(self, guard: SpikeGuard | None, max_norm: Any, max_streak: Any, process_group: Any) -> None:
-        require_member(process_group)
-        super().__init__("cpu", policy="none", guard=guard, half_gradients=True, process_group=process_group)
+    def __init__(
+        self, guard: SpikeGuard | None, max_norm: Any, max_streak: Any, process_group: Any, norm_group: Any
+    ) -> None:
+        groups = {"process_group": process_group, "norm_group": norm_group}
+        for name, group in groups.items():
+            require_member(group, name)
+        super().__init__("cpu", policy="none", guard=guard, half_gradients=True, **groups)
         self.max_norm = math.inf if max_norm is None else check_setting("max_norm", max_norm)
         self.max_streak, self.steps = check_setting("max_overflow_streak", max_streak), 0
-        self.can_be_copied = process_group is None
+        self.can_be_copied = process_group is None and norm_group is None
 
     def take(self, optimizer: Any, inner: dict[str, Any]) -> None:
         """Take a step or skip it; the outcome is that of the last step."""
@@ -136,7 +143,7 @@ class _Step(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.can_be_copied:
-            raise TypeError("an optimizer that is guarded with process_group= has no copy; guard the copy")
+            raise TypeError("an optimizer that is guarded with a group of ranks has no copy; guard the copy")
         return super().__getstate__()
 
 

@@ -29,7 +29,7 @@ def reduce_max(flags: Tensor, groups: Iterable[Any]) -> None:
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
-def require_group(process_group: Any) -> None:
+def require_group(process_group: Any, name: str = "process_group") -> None:
     """Raise `TypeError` for what is not a process group; a rank outside of one has the number of `new_group` for it."""
     if process_group is None:
         return
@@ -38,16 +38,16 @@ def require_group(process_group: Any) -> None:
         if isinstance(process_group, known) and not isinstance(process_group, bool):
             return
     raise TypeError(
-        f"process_group={shown(process_group)} is not a process group; pass torch.distributed.group.WORLD after "
+        f"{name}={shown(process_group)} is not a process group; pass torch.distributed.group.WORLD after "
         "init_process_group(), or what new_group() returned"
     )
 
 
-def require_member(process_group: Any) -> None:
+def require_member(process_group: Any, name: str = "process_group") -> None:
     """Raise `SyncError` in a process that is not in the group, since collectives would not work."""
     if process_group is not None and torch.distributed.get_rank(process_group) < 0:
         raise SyncError(
-            f"rank {torch.distributed.get_rank()} is not in the process_group of its scaler, so it would decide "
+            f"rank {torch.distributed.get_rank()} is not in the {name} of its scaler, so it would decide "
             "alone; make the scaler of each rank with a group that contains it, or without one"
         )
 

@@ -82,6 +82,8 @@ class GradScaler(PlacedScaler):
         policy: Anything that `lossscale_core.as_policy` accepts, instead of the four settings.
         process_group: The group of ranks over which the decision is combined before a step. For parameters sharded
             over a device mesh this is automatic.
+        norm_group: The group of ranks that hold other parameters, such as the stages of a pipeline: the norm is that of
+            all of them, and they decide together, as those of `process_group` do.
         half_gradients: Whether to unscale float16 gradients in place, which may flush small values to zero; by default
             they are refused.
         guard: A `SpikeGuard`, which skips the step of an optimizer if its norm is far above its norms before; the loss
@@ -112,6 +114,7 @@ class GradScaler(PlacedScaler):
         *,
         policy: PolicyLike | None = None,
         process_group: Any = None,
+        norm_group: Any = None,
         half_gradients: bool = False,
         guard: SpikeGuard | None = None,
         protect: torch.nn.Module | Iterable[torch.nn.Module] = (),
@@ -146,7 +149,8 @@ class GradScaler(PlacedScaler):
         self._can_veto = bool(vetoing)
         self._watch = Watch()
         undoing = [Protect(protect)] if protect and enabled else []
-        self._hooks: list[Hook] = [*undoing, *vetoing, SameOnRanks(process_group), *guards, Resumption(), self._watch]
+        ranks = SameOnRanks(process_group, norm_group)
+        self._hooks: list[Hook] = [*undoing, *vetoing, ranks, *guards, Resumption(), self._watch]
 
     # A step, in its order.
 
@@ -201,10 +205,15 @@ class GradScaler(PlacedScaler):
                 return
             flag = torch.zeros_like(scale)
             found = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
+            if self._needs_norm:
+                ranks = self._ranks
+                groups = ranks.groups_of_norm([optimizer])
+                if groups and not found:  # this rank takes part all the same
+                    found = {scale.device: flag}
+                if found:
+                    record["norm"] = total_norm([optimizer], scale.device, groups, ranks.norm_group)
             record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY
             record.pop("given_up", None)
-            if self._needs_norm and found:
-                record["norm"] = total_norm([optimizer], scale.device)
 
     @not_compiled
     def unscale_and_clip_(
@@ -215,26 +224,26 @@ class GradScaler(PlacedScaler):
     ) -> Tensor:
         """Unscale an optimizer's gradients and clip their total norm, with one read and one multiply.
 
-        Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. It takes two passes, as these do, for norms
-        of other orders than 2 and infinity, for a norm that is not finite or tiny, for parameters on several meshes
-        or replicated over one, and if `unscale_` was replaced. Synchronises with the host once for an ordinary
-        optimizer, and once more if it then takes two passes; for a fused one on a CUDA device not at all. The norm of
-        parameters on device meshes is that of all ranks, and every rank of a mesh must make this call. A disabled
-        scaler only clips.
+        Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The norm is that of all ranks, however the
+        parameters lie on device meshes and beside them; every rank of a mesh must make this call. It takes a second
+        read for a norm that is not finite or tiny, and where float64 does not hold the powers of all gradients; and it
+        takes two passes if `unscale_` was replaced. Synchronises with the host once for an ordinary optimizer, and once
+        more for a second read; for a fused one on a CUDA device not at all. An error leaves the gradients as they were.
+        A disabled scaler only clips.
 
         Args:
             optimizer: An optimizer, or several to clip by the norm of all their gradients together; then an overflow in
                 one of them skips all of them.
             max_norm: The largest norm after clipping, in units of the unscaled gradients.
-            norm_type: The order of the norm.
+            norm_type: The order of the norm, above 0, infinity included.
 
         Returns:
             The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 if a gradient is. It is
-            not finite if a gradient is not, and the step will be skipped; or if the squares of finite gradients leave
-            float32, and two passes then clip to 0, as in torch.
+            not finite if a gradient is not, and the step will be skipped; or if the powers of finite gradients leave
+            float64, or float32 on a device without float64, and the gradients are then clipped to 0, as in torch.
 
         Raises:
-            PolicyError: For a `max_norm` that is not a number from 0, infinity included.
+            PolicyError: For a `max_norm` below 0, an order that is not above 0, and what is not a number.
             ValueError: For an empty list.
             TypeError: For what is not an optimizer.
         """
@@ -412,6 +421,10 @@ class GradScaler(PlacedScaler):
         if record["stage"] is not READY:
             self._require_open(record, caller)
         return record
+
+    @property
+    def _ranks(self) -> SameOnRanks:
+        return next(hook for hook in self._hooks if isinstance(hook, SameOnRanks))
 
     def _require_open(self, record: dict[str, Any], caller: str) -> None:
         """Raise an error if an optimizer cannot be unscaled or stepped any more."""
@@ -614,11 +627,10 @@ class GradScaler(PlacedScaler):
         loading: a rank with another loss scale would take other steps. `SyncError` is also raised for a rank that is
         not in `process_group`. Synchronises with the host.
         """
-        ranks = next(hook for hook in self._hooks if isinstance(hook, SameOnRanks))
         mine = state_to_dict(self._state_on_host(), self.policy)
         for hook in self._hooks:
             mine.update(hook.state_dict())
-        ranks.require_same(mine)
+        self._ranks.require_same(mine)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state as plain values: torch's five keys and those of `state_to_dict`.

@@ -11,7 +11,6 @@ from torch.nn import Module
 from lossscale_core.adapters import log_event
 from lossscale_core.errors import OverflowStreakError
 from lossscale_torch._gradients import params_of, values_of
-from lossscale_torch._ranks import groups_of
 from lossscale_torch._report import pairs
 from lossscale_torch._state import is_being_recorded, read
 from lossscale_torch._step_info import StepInfo
@@ -47,8 +46,8 @@ class SkipLog(Hook):
     What is on a device is copied without a wait, and said at a later step, when it has arrived.
     """
 
-    def __init__(self, names: list[str], raises: bool, process_group: Any) -> None:
-        self.names, self.raises, self.process_group = names, raises, process_group
+    def __init__(self, names: list[str], raises: bool) -> None:
+        self.names, self.raises = names, raises
         self.steps = 0
         self.has_told = False
         self._late: LateCopy | None = None
@@ -73,7 +72,7 @@ class SkipLog(Hook):
                     f"step {self.steps} of {name} was not taken: {cause}. Parameters and the optimizer's state are as "
                     "they were; look at the loss, the learning rate and the data"
                 )
-            self._tell(record["optimizer"], f"step {self.steps} of {name} was skipped: {cause}")
+            self._tell(scaler, record["optimizer"], f"step {self.steps} of {name} was skipped: {cause}")
 
     def _bad_ones(self, optimizer: Any) -> str:
         params = params_of(optimizer)
@@ -97,28 +96,30 @@ class SkipLog(Hook):
             self._late = None
             if skipped and not self.has_told:
                 text = f"{skipped} of the first {self.steps} steps of {type(optimizer).__name__} were skipped"
-                self._tell(optimizer, f"{text}: gradients were not finite, or their norm was far above those before")
+                self._tell(
+                    scaler, optimizer, f"{text}: gradients were not finite, or their norm was far above those before"
+                )
             elif self.has_told:
                 scaler._watch.log(scaler.policy, state)
         if scaler._state.counts.device.type in LateCopy.DEVICES and (not self.has_told or self.steps % _EVERY == 0):
             guards = [hook.first() for hook in scaler._hooks if isinstance(hook, Guard)]
             self._late = LateCopy([scaler._state.counts, *(each.spikes.reshape(1) for each in guards if each)])
 
-    def _tell(self, optimizer: Any, text: str) -> None:
+    def _tell(self, scaler: Any, optimizer: Any, text: str) -> None:
         self.has_told = True
-        if self._speaks(optimizer):
+        if _speaks(scaler, optimizer):
             log_event("skipped_step", f"{text}; parameters and the optimizer's state stay as they were")
 
-    def _speaks(self, optimizer: Any) -> bool:
-        """Return whether this is the first rank of those that decide together, or of all."""
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return True
-        groups = groups_of([optimizer]) or [self.process_group]
-        return all(distributed.get_rank(group) == 0 for group in groups)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_late": None, "process_group": None}
+        return {**vars(self), "_late": None}
+
+
+def _speaks(scaler: Any, optimizer: Any) -> bool:
+    """Return whether this is the first rank of those that decide together, or of all."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return True
+    return all(distributed.get_rank(group) == 0 for group in scaler._ranks.groups([optimizer]) or [None])
 
 
 class LateCopy:

@@ -25,7 +25,7 @@ from lossscale_core.adapters import (
     shown_number,
 )
 from lossscale_core.errors import CheckpointWarning
-from lossscale_torch._gradients import Gradients, is_dtensor, moved, params_of
+from lossscale_torch._gradients import Gradients, moved, params_of
 from lossscale_torch._optimizers import Plain, kind_of
 from lossscale_torch._ranks import groups_of, reduce_max, require_group, require_member, require_same_on_ranks
 from lossscale_torch._snapshots import Buffers
@@ -310,14 +310,16 @@ class SameOnRanks(Hook):
     The ranks must step their optimizers in the same order.
     """
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, norm_group: Any = None) -> None:
         require_group(process_group)
-        self.process_group = process_group
+        require_group(norm_group, "norm_group")
+        self.process_group, self.norm_group = process_group, norm_group
 
     def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
         """Replace the flags by their maximum over the ranks. Does not synchronise with the host."""
-        groups = self._groups([optimizer])
-        if not groups or (record.get("known_to") == groups and not scaler._can_veto):
+        known = () if scaler._can_veto else record.get("known_to", ())
+        groups = [group for group in self.groups([optimizer]) if group not in known]
+        if not groups:
             return
         found, device = record["found_inf_per_device"], scaler._scale.device
         overflow, veto = (
@@ -335,7 +337,7 @@ class SameOnRanks(Hook):
 
     def any_of(self, mine: bool, optimizers: list[Any], device: torch.device) -> bool:
         """Return whether something holds on a rank, for ranks that share a decision; else False with several ranks."""
-        if groups := self._groups(optimizers):
+        if groups := self.groups(optimizers):
             flag = torch.tensor(float(mine)).to(device)
             reduce_max(flag, groups)
             return bool(flag)
@@ -346,18 +348,24 @@ class SameOnRanks(Hook):
         require_member(self.process_group)
         require_same_on_ranks(mine, self.process_group)
 
-    def _groups(self, optimizers: list[Any]) -> list[Any]:
-        groups = groups_of(optimizers)
-        if self.process_group is not None and self.process_group not in groups:
-            require_member(self.process_group)
-            groups.append(self.process_group)
-        return groups
+    def groups_of_norm(self, optimizers: list[Any]) -> list[Any]:
+        """Return the groups over which a norm is computed: those of the parameters' meshes, and `norm_group`."""
+        return _with(groups_of(optimizers), self.norm_group, "norm_group")
+
+    def groups(self, optimizers: list[Any]) -> list[Any]:
+        """Return the groups that decide together: those of the norm, and `process_group`."""
+        return _with(self.groups_of_norm(optimizers), self.process_group, "process_group")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SameOnRanks":
         return self  # a group is shared, not copied
 
     def __reduce__(self) -> Any:
         return SameOnRanks, ()
+
+
+def _with(groups: list[Any], group: Any, name: str) -> list[Any]:
+    require_member(group, name)
+    return groups if group is None or group in groups else [*groups, group]
 
 
 class Resumption(Hook):
@@ -479,14 +487,11 @@ class Watch(Hook):
         return {**vars(self), "versions": None}
 
 
-def total_norm(optimizers: list[Any], device: torch.device) -> Tensor:
-    """Return the 2-norm of unscaled gradients over all shards: shape `()`. Does not synchronise with the host."""
-    gradients = Gradients(optimizers)
-    if not gradients.are_sharded:
-        return gradients.norm(2.0, device)
-    grads = [param.grad for each in optimizers for param in params_of(each) if param.grad is not None]
-    norm: Any = torch.nn.utils.get_total_norm(grads)
-    return norm.full_tensor() if is_dtensor(norm) else norm
+def total_norm(optimizers: list[Any], device: torch.device, groups: list[Any], norm_group: Any) -> Tensor:
+    """Return the 2-norm of unscaled gradients on all ranks: shape `()`. Does not synchronise with the host."""
+    read = Tensor.item if device.type == "cpu" and not is_being_recorded() else None
+    norm, _ = Gradients(optimizers).norm(2.0, device, groups, norm_group, read)
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
 
 
 def require_hooks(hooks: Any) -> list[Hook]:

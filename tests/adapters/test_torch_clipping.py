@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lossscale_core.errors import PolicyError
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
 
@@ -62,22 +63,24 @@ def test_agrees_with_torch(make, norm_type, max_norm, dtype):
 
 @EACH
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("norm_type", [2.0, 0.0, -1.0, float("-inf")])
+@pytest.mark.parametrize("norm_type", [0.5, 2.0, 8.0, float("inf")])
 def test_an_overflow_skips(make, bad, norm_type):
-    """The parameters stay, and the scale backs off, also by a norm that is finite whatever the gradients are."""
+    """The parameters stay, and the scale backs off; float64 may not hold powers of the order 8."""
     norm, params, scaler = _clipped(make, [torch.ones(5), torch.tensor([1.0, bad])], 1.0, norm_type)
-    assert norm_type != 2.0 or not torch.isfinite(norm)
+    assert not torch.isfinite(norm)
     assert all((param == 0).all() for param in params)
     assert scaler.get_scale() == 2.0**9
 
 
 @EACH
-def test_squares_that_overflow_are_no_overflow(make):
-    """Gradients of 1e30 are finite though their squares are not: the norm is torch's, and so is what it leaves."""
-    grads = [torch.full((4,), 1e30), torch.ones(2)]
-    norm, params, scaler = _clipped(make, grads, 1.0, init_scale=2.0)
-    assert norm == math.inf
-    _require_torchs(norm, params, grads, 1.0, rtol=0.0)
+@pytest.mark.parametrize(("size", "norm_type"), [(1e30, 2.0), (1e30, 3.0), (1e38, 2.0), (1e38, 16.0), (1e38, math.inf)])
+def test_powers_that_overflow_are_no_overflow(make, size, norm_type):
+    """The step is clipped by the norm; where that leaves float64, too, to 0."""
+    grads = [torch.full((4,), size), torch.ones(2)]
+    norm, params, scaler = _clipped(make, grads, 1.0, norm_type, init_scale=2.0)
+    exact = math.inf if norm_type == 16.0 else size * 4 ** (1 / norm_type)
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+    torch.testing.assert_close(-params[0].detach(), grads[0] / exact, rtol=1e-6, atol=0.0)
     assert scaler.get_scale() == 2.0
 
 
@@ -110,6 +113,9 @@ def test_order_and_disabled_mode():
         scaler.unscale_(optimizer)
     assert scaler.unscale_and_clip_(SGD["foreach"]([torch.nn.Parameter(torch.ones(2))]), 1.0).item() == 0.0
     disabled = GradScaler("cpu", enabled=False)
+    for order in (0.0, -1.0, -math.inf, math.nan):
+        with pytest.raises(PolicyError, match=r"norm_type=.* must be above 0; pass 2\.0"):
+            disabled.unscale_and_clip_(optimizer, 0.5, order)
     assert disabled.unscale_and_clip_(optimizer, 0.5).item() == pytest.approx(1.0)
     torch.testing.assert_close(params[0].grad, torch.full((4,), 0.25))
 

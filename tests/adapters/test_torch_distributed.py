@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import timedelta
 from functools import partial
 from tempfile import TemporaryDirectory
 
@@ -21,7 +22,8 @@ STEPS = 200
 
 def _in_process(rank, world_size, folder, work):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    where = {"init_method": f"file://{folder}/rendezvous", "rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", **where, timeout=timedelta(minutes=5))  # a rank that waits in vain fails
     work(rank, world_size)
     dist.barrier()  # no rank leaves while another still communicates with it
     if TORCH < (2, 7):
@@ -31,7 +33,7 @@ def _in_process(rank, world_size, folder, work):
 
 
 # A server imports these once, and each rank is a fresh fork of it: importing torch takes seconds, most tests less.
-mp.set_forkserver_preload([f"tests.adapters.test_torch_{name}" for name in ("distributed_edges", "sharded_clipping")])
+mp.set_forkserver_preload([f"tests.adapters.test_torch_{name}" for name in ("distributed_edges", "norms")])
 
 
 def _on_ranks(world_size, work):

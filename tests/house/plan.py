@@ -47,11 +47,11 @@ PLAN = {
         _optimizers: _gradients _state _versions
         hooks: _gradients _optimizers _ranks _snapshots _state _step_info _versions
         _attach: _gradients _versions hooks
-        _clip: _gradients _optimizers _ranks _state
+        _clip: _gradients _optimizers _state
         _report: _gradients _verbs
         _range: _attach _gradients _snapshots _verbs
         _float32: _gradients _range
-        _skip_log: _gradients _ranks _report _state _step_info hooks
+        _skip_log: _gradients _report _state _step_info hooks
         _attempts: _gradients _snapshots _state _step_info _versions hooks
         _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _placement _state _step_info _versions hooks
         _guarded: _clip _gradients _optimizers _ranks _scaler _skip_log _step_info _versions hooks

@@ -1,0 +1,373 @@
+"""The norm of gradients however they lie on device meshes, and the collectives of each rank: on four gloo processes."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lossscale_core import SpikeGuard
+from lossscale_core.errors import SyncError
+from lossscale_torch import GradScaler, guarded
+from lossscale_torch.hooks import Hook
+from tests.adapters.test_torch_distributed import _on_ranks
+from tests.torch_versions import HAS_FSDP2_ON_CPU
+
+INF, NAN = float("inf"), float("nan")
+SCALE, MAX_NORM = 8.0, 0.5
+FOUND = []
+ORDERS = (2.0, INF, 3.0)
+COLLECTIVES = {
+    **{"fsdp": 1, "beside plain tensors": 1, "hsdp": 2, "tensor parallel": 2},
+    **{"experts": 3, "three meshes": 3, "copied": 3, "float64 among them": 3},
+}
+COPIED, BY_ROW, BY_COLUMN = Replicate(), Shard(0), Shard(1)
+
+
+class _FusedSGD(torch.optim.SGD):
+    """SGD that takes the factor and the flag itself; torch's fused kernels refuse parameters of several meshes."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self._step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Subtract the gradients where the flag is down."""
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                grad = _local(param.grad)
+                grad = grad if self.grad_scale is None else grad / self.grad_scale
+                _local(param).sub_(torch.where(self.found_inf == 0.0, grad, 0.0))
+
+
+class _Norms(Hook):
+    """Notes the norm of each step."""
+
+    needs_norm = True
+
+    def before_step(self, scaler, optimizer, record):
+        """Note it."""
+        self.norm = record["norm"].item()
+
+
+class _HookedScaler(GradScaler):
+    """A scaler with an unscaling of its own, as frameworks have it."""
+
+    def _unscale_grads_(self, *args, **kwargs):
+        return super()._unscale_grads_(*args, **kwargs)
+
+
+def _layouts():
+    """Return what makes the parameters of each layout: shapes, and where they lie; a shard may be empty."""
+    all_ranks, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    sharded = [((5, 3), all_ranks, [BY_ROW]), ((1,), all_ranks, [BY_ROW])]
+    experts = [*sharded, ((4, 6), grid, [BY_ROW, BY_COLUMN]), ((8, 3), grid, [BY_ROW, BY_ROW])]
+    columns = [((4, 6), grid, [BY_ROW, BY_COLUMN]), ((3,), grid, [BY_ROW, COPIED]), ((5,), grid["a"], [BY_ROW])]
+    copies = [((5, 3), grid, [COPIED, BY_ROW]), ((1,), grid, [COPIED, BY_ROW])]
+    lists = {
+        "fsdp": sharded,
+        "experts": experts,
+        "three meshes": [*experts, ((5,), grid["a"], [BY_ROW]), ((3, 2), grid["b"], [BY_ROW])],
+        "hsdp": copies,
+        "tensor parallel": columns,
+        "beside plain tensors": [*sharded, ((4,), None, None)],
+        "copied": [((4,), all_ranks, [COPIED]), *copies],
+        "float64 among them": [*sharded, ((6,), grid, [BY_ROW, BY_ROW], torch.float64)],
+    }
+    return {name: partial(_params, specs) for name, specs in lists.items()}, all_ranks, grid
+
+
+def _params(specs, by=1.0, culprit=None, lacks=()):
+    """Return parameters with gradients multiplied by the loss scale; some may be missing, or not finite on one rank."""
+    torch.manual_seed(0)
+    params = []
+    for shape, mesh, placements, *dtype in specs:
+        param, grad = torch.ones(shape, dtype=dtype[0] if dtype else None), torch.randn(shape) * SCALE * by
+        grad = grad.to(param.dtype)
+        if mesh is not None:
+            param, grad = (_distributed(each, mesh, placements) for each in (param, grad))
+        params.append(nn.Parameter(param))
+        params[-1].grad = None if len(params) - 1 in lacks else grad
+    if dist.get_rank() == culprit:
+        next(grad for p in params if p.grad is not None and (grad := _local(p.grad)).numel()).view(-1)[0] = NAN
+    return params
+
+
+def _with_grad(grad):
+    """Return a parameter of ones with a gradient; one of summands belongs to a parameter of which each rank has all."""
+    ones = torch.ones(grad.shape, dtype=grad.dtype)
+    if isinstance(grad, DTensor):
+        ones = _distributed(ones, grad.device_mesh, [COPIED] * grad.device_mesh.ndim)
+    param = nn.Parameter(ones)
+    param.grad = grad
+    return param
+
+
+def _distributed(tensor, mesh, placements):
+    local = tensor
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            parts = local.chunk(mesh.size(dim), placement.dim)
+            here = mesh.get_local_rank(dim)
+            local = parts[here] if here < len(parts) else local.narrow(placement.dim, 0, 0)
+    return DTensor.from_local(local.clone(), mesh, placements, shape=tensor.shape, stride=tensor.stride())
+
+
+def _local(tensor):
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _exact(grads, order):
+    return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]) / SCALE, order).item()
+
+
+def _step(params, order=2.0, fused=False, is_joint=False, make_scaler=GradScaler, **settings):
+    """Clip and step; return the norm and whether it was applied, alike on all ranks.
+
+    An applied step has moved each parameter by its share; a skipped one has changed nothing, gradients neither.
+    """
+    make = _FusedSGD if fused else torch.optim.SGD
+    optimizers = [make([param], lr=1.0) for param in params] if is_joint else [make(params, lr=1.0)]
+    scaler = make_scaler("cpu", init_scale=SCALE, **settings)
+    having = [param for param in params if param.grad is not None]
+    before, grads = ([_local(each).clone() for each in some] for some in (having, [p.grad for p in having]))
+    scaler.scale(torch.ones(()))
+    norm = scaler.unscale_and_clip_(optimizers if is_joint else optimizers[0], MAX_NORM, order)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    applied = bool(scaler.update().applied)
+    assert type(norm) is torch.Tensor
+    factor = min(1.0, MAX_NORM / (norm.item() + 1e-6)) / SCALE if applied else 0.0
+    for param, was, grad in zip(having, before, grads, strict=True):
+        moved = was - _local(param)
+        torch.testing.assert_close(moved, factor * grad if applied else moved * 0.0, rtol=1e-4, atol=1e-6)
+        if not applied and make_scaler is GradScaler:
+            torch.testing.assert_close(_local(param.grad), grad, rtol=0.0, atol=0.0, equal_nan=True)
+    FOUND.append(repr((norm.item(), applied, scaler.state_dict())))
+    return norm.item(), applied
+
+
+def _require_same_on_ranks():
+    """Require that the steps before had the same norms, outcomes and states on all ranks, to the bit."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, FOUND)
+    assert all(each == everyone[0] for each in everyone)
+    FOUND.clear()
+
+
+# --- the norm
+
+
+def _compare(rank, world_size):
+    layouts, all_ranks, grid = _layouts()
+    for (name, make), by in product(layouts.items(), (1.0, 1e30)):
+        whole = [_whole(param.grad) for param in make(by=by)]
+        for order, fused in product(ORDERS, (False, True)):
+            exact = pytest.approx(_exact(whole, order), rel=1e-6)
+            assert _step(make(by=by), order, fused) == (exact, True), (name, order, by, fused)
+            assert _step([_with_grad(grad.clone()) for grad in whole], order, fused) == (exact, True)  # one process
+            assert not _step(make(culprit=2), order, fused)[1]
+            optimizer, scaler = (_FusedSGD if fused else torch.optim.SGD)(make(by=by), 1.0), GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            with CommDebugMode() as calls:  # as in a graph that is recorded, a fused optimizer is not read
+                norm = scaler.unscale_and_clip_(optimizer, MAX_NORM, order)
+                scaler.step(optimizer)
+            assert norm.item() * 2.0**16 / SCALE == exact
+            assert calls.get_total_counts() == COLLECTIVES[name]
+    _use_elsewhere(layouts)
+    _reduce_partial_sums(grid)
+    _leave_gradients_after_an_error(layouts["fsdp"])
+    _join_stages(rank, grid)
+    if HAS_FSDP2_ON_CPU:
+        _wrap_modules(all_ranks, grid)
+    _require_same_on_ranks()
+
+
+def _use_elsewhere(layouts):
+    """Let a hook see the norm, a guarded optimizer clip by it, and clip several optimizers, or with another scaler."""
+    for name, fused, by in product(("three meshes", "hsdp", "beside plain tensors"), (False, True), (1.0, 1e30)):
+        make, make_optimizer = partial(layouts[name], by=by), _FusedSGD if fused else torch.optim.SGD
+        exact = pytest.approx(_exact([_whole(param.grad) for param in make()], 2.0), rel=1e-6)
+        for call in ("unscale_", "step"):
+            noted = _Norms()
+            scaler, optimizer = GradScaler("cpu", init_scale=SCALE, hooks=[noted]), make_optimizer(make(), lr=0.0)
+            scaler.scale(torch.ones(()))
+            for each in dict.fromkeys([call, "step"]):
+                getattr(scaler, each)(optimizer)
+            assert scaler.update().applied
+            assert noted.norm == exact
+        params = make()
+        guarded(make_optimizer(params, lr=1.0), max_norm=MAX_NORM).step()
+        moved = [(1.0 - _whole(param)) * SCALE for param in params]
+        assert _exact(moved, 2.0) == pytest.approx(MAX_NORM, rel=1e-4)
+        bad = guarded(make_optimizer(layouts[name](culprit=2), lr=1.0))
+        bad.step()
+        assert not bad.last_step
+        for settings in ({"is_joint": True}, {"make_scaler": _HookedScaler}, {"process_group": dist.group.WORLD}):
+            assert _step(make(), fused=fused, **settings) == (exact, True)
+            assert not _step(layouts[name](culprit=1), fused=fused, **settings)[1]
+
+
+def _reduce_partial_sums(grid):
+    """Clip gradients that are summands: of a row, over the ranks of a column, and over all."""
+    for placements, summed in (([Partial(), COPIED], 2), ([Partial(), Partial()], 4), ([COPIED, Partial()], 2)):
+        for order, size in product(ORDERS, (SCALE, 2e38)):
+            param = _with_grad(DTensor.from_local(torch.full((4,), size), grid, placements))
+            scaler, optimizer = GradScaler("cpu", init_scale=SCALE), torch.optim.SGD([param], lr=1.0)
+            scaler.scale(torch.ones(()))
+            norm = scaler.unscale_and_clip_(optimizer, MAX_NORM, order)
+            scaler.step(optimizer)
+            assert scaler.update().applied == (size == SCALE)  # each summand is finite; the sum of large ones is not
+            assert size > SCALE or norm.item() == pytest.approx(summed * 4 ** (1 / order), rel=1e-6)
+
+
+def _leave_gradients_after_an_error(make):
+    """Clip beside a gradient that is refused, on ranks outside of the group, and as a connection breaks."""
+    half = _with_grad(torch.ones(2, dtype=torch.float16))
+    pair = dist.new_group([0, 1])
+    outside = SyncError if dist.get_rank() > 1 else ConnectionError
+    cases = [([half], {}, ValueError), ([], {"norm_group": pair}, outside), ([], {}, ConnectionError)]
+    for more, settings, error in cases:
+        params, reduce = make(), dist.all_reduce
+        before = [_local(param.grad).clone() for param in params]
+        scaler = GradScaler("cpu", init_scale=SCALE, **settings)
+        scaler.scale(torch.ones(()))
+        optimizers = [torch.optim.SGD(each, lr=1.0) for each in (params, more) if each]
+        dist.all_reduce = _break
+        with pytest.raises(error):
+            scaler.unscale_and_clip_(optimizers, MAX_NORM)
+        dist.all_reduce = reduce
+        assert all(torch.equal(_local(p.grad), was) for p, was in zip(params, before, strict=True))
+
+
+def _break(*_, **__):
+    raise ConnectionError
+
+
+def _join_stages(rank, grid):
+    """Clip two stages of a pipeline, each of them sharded, by the norm of both; and four stages without meshes."""
+    pairs = [((5 + rank // 2, 3), grid["b"], [BY_ROW]), *[((1,), grid["b"], [BY_ROW])] * (rank // 2)]
+    stages = {grid.get_group("a"): pairs, dist.group.WORLD: [((2 + rank,), None, None)]}
+    for (group, specs), order, by, fused in product(stages.items(), ORDERS, (1.0, 1e30), (False, True)):
+        parts = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, [_whole(param.grad) for param in _params(specs, by=by)], group=group)
+        exact = pytest.approx(_exact([grad for part in parts for grad in part], order), rel=1e-6)
+        assert _step(_params(specs, by=by), order, fused, norm_group=group) == (exact, True)
+        assert not _step(_params(specs, culprit=1), order, fused, norm_group=group)[1]
+        if order == 2.0:
+            noted, make = _Norms(), _FusedSGD if fused else torch.optim.SGD
+            scaler, optimizer = GradScaler("cpu", hooks=[noted], norm_group=group), make(_params(specs, by=by), lr=1.0)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            assert noted.norm * 2.0**16 / SCALE == exact
+            alone = guarded(make(_params(specs, culprit=1), lr=1.0), max_norm=MAX_NORM, norm_group=group)
+            alone.step()
+            assert not alone.last_step
+
+
+def _wrap_modules(all_ranks, grid):
+    """Clip modules under `fully_shard`, on one mesh, two, with tensor parallelism, and offloaded, as in one process."""
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    wraps = {
+        "fsdp": partial(fully_shard, mesh=all_ranks),
+        "hsdp": partial(fully_shard, mesh=grid),
+        "offload": partial(fully_shard, mesh=all_ranks, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "tp": lambda module: fully_shard(parallelize_module(module, grid["b"], plan), mesh=grid["a"]),
+    }
+    for fused, (name, wrap), order in product((False, True), wraps.items(), ORDERS):
+        norms = []
+        for is_wrapped in (True, False):
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
+            if is_wrapped:
+                wrap(module)
+            module(torch.full((2, 5), 2.0)).square().mean().mul(SCALE * 1e3).backward()
+            norms.append(_step([*module.parameters()], order, fused))
+        assert norms[0] == (pytest.approx(norms[1][0], rel=2e-6), True), (name, order)
+
+
+def test_one_norm_for_every_layout():
+    """It is that of the gathered gradients and of one process, with the decision of all ranks, in any order."""
+    _on_ranks(4, _compare)
+
+
+# --- the calls of each rank
+
+
+def _take(*calls, **settings):
+    """Return a function that takes a step."""
+
+    def take(optimizer):
+        scaler = GradScaler("cpu", init_scale=SCALE, **settings)
+        scaler.scale(torch.ones(()))
+        for name, *arguments in (*calls, ("step",)):
+            getattr(scaler, name)(optimizer, *arguments)
+        return bool(scaler.update().applied)
+
+    return take
+
+
+def _take_guarded(optimizer, **settings):
+    guarded(optimizer, **settings).step()
+    return bool(optimizer.last_step)
+
+
+def _record(rank, world_size):
+    """Take a step of each kind, and compare what the members of each group have called in it."""
+    layouts, *_ = _layouts()
+    calls, reduce = [], dist.all_reduce
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        calls.append((tuple(dist.get_process_group_ranks(group)), str(op), tensor.shape, tensor.dtype))
+        return reduce(tensor, op, group, async_op)
+
+    dist.all_reduce = all_reduce
+    clip, unscale, guard, everyone = ("unscale_and_clip_", MAX_NORM), ("unscale_",), {"guard": SpikeGuard()}, []
+    kinds = {
+        **{"plain": _take(), "unscaled": _take(unscale), "group": _take(process_group=dist.group.WORLD)},
+        **{f"clipped by order {order}": _take((*clip, order)) for order in ORDERS},
+        **{"clipped, group": _take(clip, process_group=dist.group.WORLD)},
+        **{f"guard {calls}": _take(*calls, **guard) for calls in ((), (unscale,), (clip,))},
+        **{"guarded": _take_guarded, "guarded, clipped": partial(_take_guarded, max_norm=MAX_NORM)},
+        **{"guarded, guard": partial(_take_guarded, **guard)},
+        **{"guarded, group": partial(_take_guarded, process_group=dist.group.WORLD)},
+    }
+    lacking = [  # the gradients that are missing on each rank, and the rank with one that is not finite
+        (((), (), (), ()), 2),
+        (((), range(9), (), ()), 2),
+        (((), (0,), (0, 1), ()), None),
+        ((range(9), range(9), (), range(9)), 2),
+        ((range(9), range(9), range(9), range(9)), None),
+    ]
+    names = ("experts", "three meshes", "hsdp", "beside plain tensors", "float64 among them")
+    for name, (lacks, culprit), kind, fused in product(names, lacking, kinds, (False, True)):
+        params = layouts[name](lacks=lacks[rank], culprit=culprit)
+        calls.clear()
+        applied = kinds[kind]((_FusedSGD if fused else torch.optim.SGD)(params, lr=1.0))
+        assert applied == (culprit is None), (name, lacks, kind, fused)
+        everyone.append(((name, lacks, kind, fused), [*calls]))
+    of_ranks = [None] * world_size
+    dist.all_gather_object(of_ranks, everyone)
+    for (case, *_), *lists in zip(of_ranks[0], *([calls for _, calls in each] for each in of_ranks), strict=True):
+        groups = {group for calls in lists for group, *_ in calls}
+        assert groups, case
+        for group in groups:
+            of_members = [[call for call in lists[member] if call[0] == group] for member in group]
+            assert all(each == of_members[0] for each in of_members), (case, group, of_members)
+
+
+def test_the_members_of_each_group_make_the_same_calls():
+    """Whichever gradients a rank has, or lacks, and whatever they are, in each kind of step."""
+    _on_ranks(4, _record)
