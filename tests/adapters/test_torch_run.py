@@ -98,7 +98,7 @@ def _require_simulated(rows):
 
 
 BEFORE = """
-import argparse, atexit, os, pickle, signal, sys, threading, time
+import argparse, atexit, os, pickle, signal, sys, threading
 
 class Own:
     pass
@@ -109,7 +109,7 @@ def show(*names):
 print(__file__)
 argparse.ArgumentParser().parse_args()
 atexit.register(lambda: show(sorted(globals())))
-threading.Thread(target=lambda: (time.sleep(0.2), show())).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), show())).start()
 """
 ENDINGS = {
     "end": "",
