@@ -267,14 +267,15 @@ def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:
     has_fallen = policy.adapts and scale < 1.0 <= start  # below 1 finite losses hardly ever overflow
     interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
     down = _overflows_down(policy, scale, start)
-    # Each overflow beyond those that lowered the scale reverses a growth, which takes `interval` finite steps.
-    has_grown = scale > start or (not at_floor and 0 < (skipped - down) / policy.hysteresis <= applied / interval)
+    reversed_growths = (skipped - down) / policy.hysteresis  # unless `hysteresis` above 1 has tolerated overflows
+    has_grown = scale > start or (not at_floor and 0 < reversed_growths <= applied / interval)
 
     if policy.is_constant() and scale > 1.0:
         hint = f"A scale of {shown} is too large for these gradients: lower it, or use DynamicScaling."
     elif policy.adapts and not at_floor and not has_fallen:
-        rarer = "; a longer growth_interval tries a larger scale less often" if has_grown else ""
-        hint = f"Look for a diverging loss{rarer}."
+        rarer = "; a longer growth_interval tries a larger scale less often"
+        is_sure = has_grown or (reversed_growths > 0 and policy.hysteresis == 1)
+        hint = f"Look for a diverging loss{rarer if is_sure else ''}."
     else:
         lower = ", or lower min_scale" if at_floor and low > SMALLEST_SCALE else ""
         hint = f"{_NOT_THE_SCALE}{lower}."
