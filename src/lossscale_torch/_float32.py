@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -16,7 +17,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lossscale_torch._gradients import lifted
-from lossscale_torch._range import LOW_PRECISION, Passes, RangeReport, passes_of, plain_name, power_of
+from lossscale_torch._range import (
+    LOW_PRECISION,
+    Passes,
+    RangeReport,
+    passes_of,
+    plain_name,
+    power_of,
+    require_model_and_function,
+)
 
 
 def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
@@ -25,7 +34,8 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
     Their inputs in float16, bfloat16 and float8 are cast to float32, autocast is off inside, and what they return stays
     in float32. It changes no `state_dict`, works under `torch.compile`, activation checkpointing and DDP, and a copy or
     a pickle of the model keeps it. A module that is kept already stays as it is. What a module writes into an input in
-    place is written back, except in compiled code: there, keep the module that makes the input. Does not synchronise.
+    place is written back, except in compiled code and in inference mode: keep the module around it there. Does not
+    synchronise.
 
     Args:
         model: A module; DDP and `torch.compile` may be around it or its parts, and do not appear in the names.
@@ -60,9 +70,10 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
 
 def _running_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that have a forward pass by their names; that of the model itself is empty."""
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    outer = [each for name, each in model.named_modules() if not plain_name(name)]  # torch.compile may be around DDP
+    inner = next((each.module for each in outer if isinstance(each, nn.parallel.DistributedDataParallel)), model)
     named = inner.named_modules(remove_duplicate=False)
-    return {plain_name(name): each for name, each in named if type(each).forward is not nn.Module.forward}
+    return {plain_name(name): each for name, each in named if not name or type(each).forward is not nn.Module.forward}
 
 
 def _is_kept(module: nn.Module) -> bool:
@@ -165,7 +176,10 @@ def float32_plan(
         ValueError: The same; or a module that must run in float32 has parameters in half precision, or is kept already
             and never called, though its weights are used.
     """
-    search = _Search(model, loss_fn if isinstance(loss_fn, Sequence) else [loss_fn])
+    loss_fns = loss_fn if isinstance(loss_fn, Sequence) else [loss_fn]
+    for each in loss_fns:
+        require_model_and_function(model, each, "float32_plan")
+    search = _Search(model, loss_fns)
     before = search.report([])
     names: list[str] = []
     note = ""
@@ -173,15 +187,15 @@ def float32_plan(
     while overflow := search.overflow(names, at_least):
         if overflow.is_backward and not forward:
             names = search.minimal(names, None)
-            forward = names, search.report(names)
+            forward = names, search.report(names) if names else before
         place = search.candidate(overflow, names)
         if not place or len(names) >= limit:
-            by_hand = (
-                "no module can be kept for it; compute it in float32 there, or make the loss or its values smaller"
-            )
-            hint = f"limit={limit} is reached" if place else by_hand
+            hint = "no module can be kept for it; compute it in float32 there, or make the loss or its values smaller"
+            if place:
+                hint = f"limit={limit} is reached"
             note = f"{overflow.text}; {hint}" if overflow.place else overflow.text
-            names = forward[0] if forward else [name for name in names if not _is_in(overflow.place, name)]
+            names = names[:-1] if overflow.is_error else [each for each in names if not _is_in(overflow.place, each)]
+            names = forward[0] if forward else names
             break
         if sys.stderr.isatty():
             print(f"{overflow.text}: keeping {place} in float32", file=sys.stderr)
@@ -198,9 +212,10 @@ def float32_plan(
 class _Overflow(NamedTuple):
     text: str
     place: str
-    before: tuple[str, ...] = ()
-    """In a backward pass, the modules whose backward pass comes afterwards."""
+    later: tuple[str, ...] = ()
+    """In a backward pass, the modules whose operations follow."""
     is_backward: bool = False
+    is_error: bool = False
 
 
 class _Search:
@@ -224,11 +239,14 @@ class _Search:
         except RuntimeError as error:  # such as of index_add_, where a kept module's result meets a half buffer
             if not names or isinstance(error, torch.OutOfMemoryError):
                 raise
-            return _Overflow(str(error), names[-1])
+            named = {module: name for name, module in self.modules.items() if name}
+            running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+            places = [named[each] for each in running if isinstance(each, nn.Module) and each in named]
+            return _Overflow(f"{', '.join(names)} cannot be kept: {error}", (places or names)[-1], is_error=True)
 
     def candidate(self, overflow: _Overflow, names: list[str]) -> str:
         """Return the first place outside the kept modules, or else what contains the kept one; empty if none does."""
-        places = (overflow.place, *overflow.before)
+        places = (overflow.place, *overflow.later)
         container = next((name.rpartition(".")[0] for name in names if _is_in(overflow.place, name)), "")
         place = next((each for each in places if not any(_is_in(each, name) for name in names)), container)
         while place and place not in self._called:

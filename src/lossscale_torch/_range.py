@@ -138,13 +138,17 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
         TypeError: `model` is not a module, or `loss_fn` is not a function that returns a tensor.
         ValueError: The loss has several elements, or no graph leads from it to a parameter.
     """
-    if not isinstance(model, nn.Module) or not callable(loss_fn):
-        raise TypeError(
-            f"range_report was given {type(model).__name__} and {type(loss_fn).__name__}; it takes a module, and a "
-            "function without arguments; write range_report(model, lambda: loss_fn(model(batch)))"
-        )
+    require_model_and_function(model, loss_fn, "range_report")
     with passes_of(model, loss_fn) as passes:
         return passes.report()
+
+
+def require_model_and_function(model: object, loss_fn: object, caller: str) -> None:
+    if not isinstance(model, nn.Module) or not callable(loss_fn):
+        raise TypeError(
+            f"{caller} was given {type(model).__name__} and {type(loss_fn).__name__}; it takes a module, and a "
+            f"function without arguments; write {caller}(model, lambda: loss_fn(model(batch)))"
+        )
 
 
 @contextlib.contextmanager
