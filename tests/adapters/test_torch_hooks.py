@@ -342,6 +342,30 @@ def test_any_pattern_of_skips_equals_a_loop_that_never_saw_those_batches(bad, fu
     assert all(torch.equal(a, b) for a, b in zip(loop.model.parameters(), plain.model.parameters(), strict=True))
 
 
+class _Counts(torch.nn.Module):
+    """A module with buffers of three kinds, to which each forward pass adds 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("dense", torch.zeros(2))
+        self.register_buffer("sparse", torch.zeros(2).to_sparse())
+        self.register_buffer("expanded", torch.zeros(1).expand(2))
+
+    def forward(self, x):
+        self.dense, self.expanded = self.dense + 1.0, self.expanded + 1.0
+        self.sparse = self.sparse + torch.ones(2).to_sparse()
+        return x
+
+
+def test_buffers_that_cannot_be_written_stay():
+    """Sparse and expanded ones keep what a skipped step wrote; a dense one beside them comes back."""
+    model = torch.nn.Sequential(_Counts(), _model())
+    loop = _Loop(model=model)
+    assert not loop.step(is_bad=True).applied
+    counts = {kind: buffer.to_dense().tolist() for kind, buffer in model[0].named_buffers()}
+    assert counts == {"dense": [0.0, 0.0], "sparse": [1.0, 1.0], "expanded": [1.0, 1.0]}
+
+
 def test_every_skip_counts_and_a_disabled_scaler_protects_nothing():
     """Without scaling, by the user, and by a veto."""
     _Loop(policy=NoScaling()).require_skipped()

@@ -52,6 +52,25 @@ def test_how_often_a_step_waits(fused, call, finite, settings):
     assert _reads(call, fused, finite, **settings) == (0 if fused else 1 + (not finite) + is_clipped_twice)
 
 
+@pytest.mark.parametrize("call", ["scale", "attach", "skip", "place_on"])
+def test_what_never_waits(call):
+    """As the table of docs/torch.md says, also when the state is on the device."""
+    with Emulated("mps") as device:
+        param = torch.nn.Parameter(torch.ones(3, device="mps"))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        scaler = GradScaler("mps")
+        scaler.place_on("mps")
+        scaler.scale(torch.ones((), device="mps"))
+        before = device.reads
+        {
+            "scale": lambda: scaler.scale(torch.ones((), device="mps")),
+            "attach": lambda: scaler.attach(torch.ones(3, device="mps"), torch.ones((), device="mps")),
+            "skip": lambda: scaler.skip(optimizer),
+            "place_on": lambda: scaler.place_on("mps"),
+        }[call]()
+        assert device.reads == before
+
+
 @pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes within a training step
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_changing_scale_does_not_recompile(fused):
