@@ -68,3 +68,42 @@ def is_traced(arrays: list[Any]) -> bool:
     if BACKEND == "jax":
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
     return BACKEND == "tensorflow" and not tf.executing_eagerly()
+
+
+def graphs_around() -> list[Any]:
+    """Return the graph that TensorFlow builds and those around it, innermost first; none in eager execution."""
+    if BACKEND != "tensorflow" or tf.executing_eagerly():
+        return []
+    graphs = [tf.compat.v1.get_default_graph()]
+    # The graph around a function that is called eagerly is the thread's, which is never built.
+    while (outer := getattr(graphs[-1], "outer_graph", None)) is not None and outer.building_function:
+        graphs.append(outer)
+    return graphs
+
+
+def replica_number() -> int | None:
+    """Return the number of this replica; None without replicas."""
+    if BACKEND != "tensorflow" or not tf.distribute.has_strategy():
+        return None
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return None
+    # On TPUs the number may be a tensor without a value while a step is traced, as one trace serves all replicas:
+    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/distribute_lib.py#L3514
+    return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
+
+
+def shared_variable(name: str) -> Any:
+    """Return a float32 variable of TensorFlow at 0, with a value for each replica; None on other backends."""
+    if BACKEND != "tensorflow":
+        return None
+    with tf.init_scope():
+        # Each replica sets its own. A mirrored variable needs a merge call, which a user's loop must not contain:
+        # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/mirrored_run.py#L503
+        return tf.Variable(
+            0.0,
+            trainable=False,
+            name=name,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )

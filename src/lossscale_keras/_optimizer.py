@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any, Self
 
 import keras
@@ -16,9 +15,10 @@ from keras import ops
 import lossscale_core as core
 from lossscale_core import adapters
 from lossscale_core.adapters import shown
-from lossscale_core.errors import CheckpointWarning
+from lossscale_core.errors import CallOrderError, CheckpointWarning
 from lossscale_keras import _replicas as replicas
 from lossscale_keras._backend import BACKEND, is_compiling, is_traced, require_training, unconverted, xp
+from lossscale_keras._losses import Losses, ScaledLoss
 from lossscale_keras._step import Checked, LastStep, States, Stored, check, unscaled
 from lossscale_keras._verbs import Tree, dense, scale
 
@@ -81,7 +81,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.guard = guard
         self.global_clipnorm = self._max_norm = clipnorm
         self._watch = core.ScaleWatch()
-        self._loop = SimpleNamespace(applied=None, has_warned=False)  # what a user's loop has called
+        self._losses = Losses()
         with keras.name_scope(self.name, caller=self):
             self._state = Stored(policy.init_state())
             self._guard_state = None if guard is None else Stored(guard.init_state(), "guard_")
@@ -108,42 +108,77 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Returns:
             The scaled loss; differentiate it, and pass the gradients to `apply`. Does not synchronise with the host.
+
+        Raises:
+            CallOrderError: The loss is scaled already.
         """
-        if not is_compiling():
-            self._loop.applied = set()
-        return scale(loss, self._state.read())
+        return self._scaled(loss, by_keras=True)
+
+    def _scaled(self, loss: Tree, by_keras: bool) -> Tree:
+        self._require_unscaled(loss)
+        state = self._state.read()
+        scaled = scale(loss, state)
+        loss_scale = self._losses.scale(
+            ops.copy(state.loss_scale) if BACKEND == "torch" else state.loss_scale, by_keras
+        )
+        if loss_scale is not None:
+            mark = ScaledLoss(self._losses, loss_scale)
+            for leaf in adapters.tree.leaves(scaled):
+                if leaf is not None and not (BACKEND == "jax" and is_traced([leaf])):  # tracers take no attributes
+                    leaf._loss_scaling = mark
+        return scaled
+
+    def _require_unscaled(self, loss: Any) -> None:
+        if any(self._losses.scale_with(leaf) is not None for leaf in adapters.tree.leaves(loss)):
+            raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
 
     @unconverted
-    def apply(self, grads: Iterable[Any], trainable_variables: Any = None) -> None:
+    def apply(self, grads: Iterable[Any], trainable_variables: Any = None, *, loss: Any = None) -> None:
         """Apply gradients of a scaled loss, or skip the step and change nothing but the state of the policy.
+
+        They are divided by the scale of the last loss that was scaled. If none was, a warning says so once, and they
+        are divided by the present scale.
 
         Args:
             grads: A scaled gradient or None for each variable: an array in the shape of the variable.
             trainable_variables: The variables; if left out, those that the optimizer was built with.
+            loss: The scaled loss itself, if another loss was scaled after it.
 
         Raises:
             RuntimeError: The gradients are traced by JAX.
-            ValueError: The numbers of gradients and variables differ, or the call is made outside of a replica.
+            ValueError: The numbers of gradients and variables differ, `loss` is not a loss that `scale_loss` returned,
+                or the call is made outside of a replica.
             OverflowStreakError: As from `check_overflow_streak`, in no graph; a limit makes each step read the state.
         """
-        grads = list(grads)
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        self._warn_if_unscaled([] if is_traced(grads) else variables)
-        self._take(grads, variables, self._state.read().loss_scale)
-
-    def _warn_if_unscaled(self, variables: list[Any]) -> None:
-        """Warn once of a step whose loss was not scaled: none ever was, or none since the last step of a variable."""
-        if is_compiling():
+        present = self._state.read().loss_scale
+        if is_compiling():  # torch.compile would break its graph where the record is read
+            self._take(list(grads), variables, present)
             return
-        ids, loop = set(map(id, variables)), self._loop
-        is_scaled = loop.applied is not None and loop.applied.isdisjoint(ids)
-        loop.applied = (loop.applied or set()) | ids
-        if not is_scaled and not loop.has_warned and core.BaseScaling.of(self.policy).scales_losses:
-            loop.has_warned = True
-            warnings.warn(
+        named = None if loss is None else self._scale_of(loss)
+        found = self._losses.look_up(variables, True, present, named)
+        if not found.is_scaled:
+            self._warn_of_unscaled_loss()
+        self._take(list(grads), variables, found.loss_scale)
+        self._losses.apply(variables, found)
+
+    def _scale_of(self, loss: Any) -> Any:
+        """Return the scale of a scaled loss that the caller names."""
+        scales = [self._losses.scale_with(leaf) for leaf in adapters.tree.leaves(loss)]
+        if not scales or scales[0] is None:
+            raise ValueError(
+                f"loss={shown(loss)} was not scaled by this optimizer; pass what scale_loss or get_scaled_loss returned"
+            )
+        return scales[0]
+
+    def _warn_of_unscaled_loss(self) -> None:
+        """Warn once of a step whose loss was not scaled."""
+        if not self._losses.has_warned and core.BaseScaling.of(self.policy).scales_losses:
+            self._losses.has_warned = True
+            adapters.warn_caller(
                 "scale_loss was not called before this step, which divides the gradients by the loss scale all the "
                 "same; differentiate optimizer.scale_loss(loss)",
-                stacklevel=4 if BACKEND == "tensorflow" else 3,
+                packages=("lossscale_keras", "keras", "tensorflow"),
             )
 
     def _take(self, grads: list[Any], variables: list[Any], loss_scale: Any, is_summed: bool = False) -> None:
@@ -213,7 +248,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             raise ValueError("the optimizer has no variables yet; call optimizer.build(model.trainable_variables)")
         _require_pairs(grads, self._trainable_variables)
-        self._warn_if_unscaled([])
+        if not self._losses.were_scaled():
+            self._warn_of_unscaled_loss()
         cond = ops.cond if is_traced([*grads, *optimizer_variables]) else _cond
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)

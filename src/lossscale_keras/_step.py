@@ -31,6 +31,8 @@ class Stored:
 
     def read(self) -> Any:
         """Return the numbers as arrays of the backend; torch's are the variables themselves, which change."""
+        if BACKEND == "tensorflow":  # `ops.convert_to_tensor` returns the variable, which each use would read
+            return self._start._make(map(xp.convert_to_tensor, self._of_tensorflow()))
         return self._start._make(map(ops.convert_to_tensor, self.variables))
 
     def copy(self) -> Any:

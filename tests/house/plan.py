@@ -65,16 +65,16 @@ PLAN = {
         __init__: _optimizer _states _verbs
     """,
     "lossscale_tf": """
-        _documented _graphs _pairs _state _verbs _warning:
+        _documented _pairs _state _verbs _warning:
         _report: _verbs
-        keras: _documented _graphs _pairs _verbs _warning
-        v1: _documented _graphs _pairs _verbs _warning
+        keras: _documented _pairs _verbs _warning
+        v1: _documented _pairs _verbs _warning
         __init__: _report _state _verbs keras v1
     """,
     "lossscale_tf.keras": """
-        _calls _inner:
+        _marks _inner:
         _arguments _names _saving _slots: _inner
-        _optimizer: _arguments _calls _inner _names _saving _slots
+        _optimizer: _arguments _inner _marks _names _saving _slots
         __init__: _optimizer
     """,
     "lossscale_tf.v1": """
@@ -84,11 +84,12 @@ PLAN = {
     """,
     "lossscale_keras": """
         _backend:
+        _losses: _backend
         _verbs: _backend
         _report: _verbs
         _step: _backend _verbs
         _replicas: _backend _step
-        _optimizer: _backend _replicas _step _verbs
+        _optimizer: _backend _losses _replicas _step _verbs
         _logger: _optimizer
         __init__: _logger _optimizer _report _verbs
     """,

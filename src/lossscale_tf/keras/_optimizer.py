@@ -22,16 +22,6 @@ from lossscale_tf.keras._arguments import (
     present_gradients,
     require_arguments,
 )
-from lossscale_tf.keras._calls import (
-    Calls,
-    ForgetWhenRestored,
-    Mark,
-    ScaledLoss,
-    mark_gradient,
-    mark_of,
-    origins,
-    scaled_with_gradient,
-)
 from lossscale_tf.keras._inner import (
     apply_summed,
     as_tensorflow,
@@ -43,6 +33,7 @@ from lossscale_tf.keras._inner import (
     require_tensorflow,
     values_exist,
 )
+from lossscale_tf.keras._marks import Steps, mark_gradient, mark_of, origins
 from lossscale_tf.keras._names import (
     NAMES,
     REMEDIES,
@@ -116,24 +107,8 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         super().__init__(inner, chosen, guard=guard, global_clipnorm=global_clipnorm, name=name)
         self._slots = Slots(inner)
-        self._calls = Calls()
-        self._forget_restored = ForgetWhenRestored(self._calls)
+        self._steps = Steps()
         self._is_initialised = True
-
-    @unconverted
-    def scale_loss(self, loss: Tree) -> Tree:
-        """Scale a loss as Keras itself does in `fit`: the next `apply_gradients` or `apply` takes scaled gradients.
-
-        Args:
-            loss: A tensor of any float dtype, or a nested structure of them.
-
-        Returns:
-            The loss scaled, in float32 or wider.
-
-        Raises:
-            CallOrderError: The loss is scaled already.
-        """
-        return self._scaled(loss, by_keras=True)
 
     def get_scaled_loss(self, loss: Tree) -> Tree:
         """Scale a loss, to take a tape's gradient of it.
@@ -154,61 +129,36 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     @unconverted
     def _scaled(self, loss: Tree, by_keras: bool) -> Tree:
         require_no_session()
-        self._require_unscaled(loss)
-        loss_scale = tf.convert_to_tensor(self.dynamic_scale)
-        mark, run_backward = self._calls.scale(loss_scale, by_keras)
-        # Keras differentiates each loss that it scales. In a graph TensorFlow would keep each trace with a gradient of
-        # ours for ever: https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/ops/custom_gradient.py
-        if by_keras or not tf.executing_eagerly():
-            run_backward()
-            scaled = scale_by(loss, loss_scale)
-        else:
-            scaled = tf.nest.map_structure(lambda leaf: scaled_with_gradient(leaf, loss_scale, run_backward), loss)
-        for leaf in tf.nest.flatten(scaled):
-            leaf._loss_scaling = mark
-        return scaled
-
-    def _require_unscaled(self, loss: Any) -> None:
-        for leaf in tf.nest.flatten(loss):
-            if isinstance(mark_of(leaf, self._calls), ScaledLoss):
-                raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
+        return super()._scaled(loss, by_keras)
 
     @unconverted
     def get_unscaled_gradients(self, grads: Tree, *, loss: Any = None) -> Tree:
-        """Divide gradients by the scale of their own loss.
+        """Divide gradients by the scale of the last loss that was scaled, or of `loss`.
 
         Args:
             grads: A nested structure of tensors, `IndexedSlices` and None: gradients of a scaled loss.
-            loss: The scaled loss itself. It is needed where losses at two scales are waiting for their gradients.
+            loss: The scaled loss itself, if another loss was scaled after it.
 
         Returns:
             The gradients in the same structure, in float32 or wider.
 
         Raises:
-            CallOrderError: The gradients were unscaled before; or losses at two scales wait for their gradients, and
-                `loss` is not given. `forget_losses` drops those whose gradients were given up.
+            CallOrderError: The gradients were unscaled before.
             ValueError: `loss` was not scaled by this optimizer.
         """
-        leaves = tf.nest.flatten(grads)
-        if any(isinstance(mark := mark_of(leaf, self._calls), Mark) and mark.kind != "scaled" for leaf in leaves):
+        if any((mark := mark_of(leaf, self._steps)) and mark.kind != "scaled" for leaf in tf.nest.flatten(grads)):
             raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
-        named = None if loss is None else mark_of(tf.nest.flatten(loss)[0], self._calls)
-        if loss is not None and not isinstance(named, ScaledLoss):
-            raise ValueError(f"loss={shown(loss)} was not scaled by this optimizer; pass what get_scaled_loss returned")
-        found = [leaf for leaf in leaves if is_gradient(leaf)]
-        return self._unscaled(grads, self._calls.unscale(found, named, self.loss_scale), "unscaled")
+        named = None if loss is None else self._scale_of(loss)
+        last = self._losses.unscale(self.loss_scale)
+        return self._unscaled(grads, last if named is None else named, "unscaled")
 
     def _unscaled(self, grads: Any, loss_scale: tf.Tensor, kind: Any) -> Any:
         """Return gradients divided by `loss_scale`, and mark them."""
         unscaled = unscale_by(grads, loss_scale)
         for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
             if is_gradient(leaf):
-                mark_gradient(self._calls, leaf, grad, loss_scale, kind)
+                mark_gradient(self._steps, leaf, grad, loss_scale, kind)
         return unscaled
-
-    def forget_losses(self) -> None:
-        """Drop what is known of scaled losses whose gradients will not be applied, as after `continue`."""
-        self._calls.forget()
 
     # Not marked `unconverted`: AutoGraph converts a user's loss only if it has converted all callers in between.
     def minimize(
@@ -263,12 +213,12 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)  # the loss may create them
         if grad_loss is not None:  # in the dtype of the scaled loss, which is wider than that of half losses
             grad_loss = tf.nest.map_structure(lambda grad, loss: tf.cast(grad, loss.dtype), grad_loss, scaled)
-        return self._whole(tape.gradient(scaled, variables, output_gradients=grad_loss), variables, loss_scale)
+        return self._computed(tape.gradient(scaled, variables, output_gradients=grad_loss), variables, loss_scale)
 
     @unconverted
-    def _whole(self, grads: Any, variables: list[Any], loss_scale: tf.Tensor) -> list[tuple[Any, Any]]:
-        self._calls.compute(as_tensorflow(variables))
-        return list(zip(self._unscaled(grads, loss_scale, "whole"), variables, strict=True))
+    def _computed(self, grads: Any, variables: list[Any], loss_scale: tf.Tensor) -> list[tuple[Any, Any]]:
+        self._losses.compute(as_tensorflow(variables))
+        return list(zip(self._unscaled(grads, loss_scale, "computed"), variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Gradient]:
         """Return the unscaled gradients of a loss.
@@ -291,7 +241,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             require_no_session()
             self._require_unscaled(loss)
             loss_scale, variables = tf.convert_to_tensor(self.dynamic_scale), tf.nest.flatten(params)
-            pairs = self._whole(tf.gradients(scale_by(loss, loss_scale), variables), variables, loss_scale)
+            pairs = self._computed(tf.gradients(scale_by(loss, loss_scale), variables), variables, loss_scale)
         if missing := [variable.name for grad, variable in pairs if grad is None]:
             raise ValueError(f"the loss has no gradient with respect to {', '.join(missing)}")
         return [grad for grad, _ in pairs]
@@ -300,8 +250,8 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> None:
         """Apply gradients if all of them are finite on every replica, else skip the step.
 
-        The gradients must be unscaled, except if Keras itself scaled the loss (`fit`). They are summed over replicas
-        first.
+        The gradients must be unscaled, except if `scale_loss` scaled the last loss, as Keras does in `fit`. They are
+        summed over replicas first.
 
         Args:
             grads_and_vars: (gradient, variable) pairs; a gradient may be None.
@@ -310,13 +260,14 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
                 gradients are summed already.
 
         Raises:
+            CallOrderError: `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
             TypeError: `grads_and_vars` is not a list of pairs.
             ValueError: No variable has a gradient.
         """
         self._apply(*keras_pairs(grads_and_vars), are_summed(aggregation))
 
     @unconverted
-    def apply(self, grads: Iterable[Any], trainable_variables: Any = None) -> None:
+    def apply(self, grads: Iterable[Any], trainable_variables: Any = None, *, loss: Any = None) -> None:
         """Apply gradients of a scaled loss; unscale them first unless `get_unscaled_gradients` did.
 
         Keras 3 calls this method in `fit`.
@@ -324,12 +275,14 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         Args:
             grads: A gradient or None for each variable.
             trainable_variables: The variables; if left out, those that the optimizer was built with.
+            loss: The scaled loss itself, if another loss was scaled after it.
 
         Raises:
-            CallOrderError: No loss was scaled, so that it is unknown whether the gradients are scaled.
+            ValueError: `loss` was not scaled by this optimizer.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        self._apply(list(grads), variables, is_summed=False, accepts_scaled=True)
+        named = None if loss is None else self._scale_of(loss)
+        self._apply(list(grads), variables, is_summed=False, takes_scaled=True, named=named)
 
     def stateless_apply(self, *_: Any, **__: Any) -> NoReturn:
         """Raise `NotImplementedError`, since Keras uses this method to train on JAX."""
@@ -365,7 +318,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     @property
     def steps_with_missing_calls(self) -> int:
         """The number of steps in a loop of your own that missed scaling or unscaling. Synchronises with the host."""
-        return int(self._calls.missing.numpy())
+        return int(self._steps.missing.numpy())
 
     @property
     def loss_scale(self) -> tf.Tensor:
@@ -401,7 +354,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         if not self.dynamic:
             raise AttributeError(f"dynamic_growth_steps is of dynamic scaling, and the policy is {self.policy}")
         self.policy = dataclasses.replace(self.policy, growth_interval=steps)  # type: ignore[type-var]
-        if self._calls.updates:
+        if self._steps.is_traced:
             warn_caller(
                 f"dynamic_growth_steps={steps!r} does not reach a step that is traced already; trace it again, for "
                 "fit by model.make_train_function(force=True)"
@@ -475,10 +428,9 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             self.inner_optimizer.finalize_variable_values(var_list)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a saved state, and drop records of scaled losses; see `lossscale_keras`."""
+        """Continue from a saved state; see `lossscale_keras`."""
         super().load_state_dict(saved)
-        self._calls.has_begun = True
-        self._calls.forget()
+        self._steps.has_begun = True
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
@@ -494,55 +446,52 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         """
         return cls(**arguments_of(config, custom_objects))
 
-    def _apply(self, grads: list[Any], variables: list[Any], is_summed: bool, accepts_scaled: bool = False) -> None:
+    def _apply(
+        self, grads: list[Any], variables: list[Any], is_summed: bool, takes_scaled: bool = False, named: Any = None
+    ) -> None:
         grads, variables = present_gradients(grads, variables)
-        grads, loss_scale = self._with_scale(grads, variables, accepts_scaled)
+        found, grads = self._look_up(grads, variables, takes_scaled, named)
+        loss_scale = found.loss_scale
         if not is_summed and (aggregate := own_aggregator(self.inner_optimizer)) is not None:
             grads = grads if loss_scale is None else unscale_by(grads, loss_scale)
             grads, loss_scale, is_summed = aggregate(grads, variables), None, True
-        if not self._calls.has_begun:
+        if not self._steps.has_begun:
             self._once(self._warn_if_resumed)
-        if not tf.executing_eagerly():
-            self._calls.updates += 1
+        self._steps.is_traced |= not tf.executing_eagerly()
         self._take(grads, variables, loss_scale, is_summed)
+        self._losses.apply(as_tensorflow(variables), found)
 
     def _warn_if_resumed(self) -> None:
-        self._calls.has_begun = True
+        self._steps.has_begun = True
         with tf.init_scope():  # leaves a trace, since variables have values only outside of it
             if tf.executing_eagerly():
                 warn_if_resumed(self.policy, self.scale_state, self.inner_optimizer.iterations)
 
-    def _with_scale(
-        self, grads: list[Any], variables: list[Any], accepts_scaled: bool
-    ) -> tuple[list[Any], tf.Tensor | None]:
-        """Return gradients that are about to be applied, and their scale; None if they are unscaled.
-
-        Missing calls of a user's loop cause one warning.
-        """
+    def _look_up(self, grads: list[Any], variables: list[Any], takes_scaled: bool, named: Any) -> tuple[Any, list[Any]]:
+        """Return what is known of gradients that are about to be applied, and the gradients to apply."""
         of_tensorflow = as_tensorflow(variables)
-        marks = [mark_of(grad, self._calls) for grad in grads]
-        if unscaled := [mark for mark in marks if mark is not None and mark.kind != "scaled"]:
-            is_scaled = self._calls.apply_marked(of_tensorflow) or unscaled[0].kind == "whole"
-            self._warn_of_missing_calls(is_scaled, True)
+        marks = [mark_of(grad, self._steps) for grad in grads]
+        unscaled = [mark for mark in marks if mark is not None and mark.kind != "scaled"]
+        if unscaled:
+            found = self._losses.look_up_unscaled(of_tensorflow, unscaled[0].kind == "computed")
             pairs = zip(grads, variables, strict=True)  # the new values of float8 scales were divided, too
             grads = [times(grad, unscaled[0].loss_scale) if is_overwritten(each) else grad for grad, each in pairs]
-            return origins(grads)
-        known = None if None in marks else marks[0].loss_scale
-        accepts_scaled = accepts_scaled and not self._scales_nothing()
-        loss_scale, is_scaled, is_unscaled = self._calls.apply(
-            grads, of_tensorflow, accepts_scaled, self.loss_scale, known
-        )
-        if loss_scale is None:
-            self._warn_of_missing_calls(is_scaled, is_unscaled)
-        return grads, loss_scale
+            grads, loss_scale = origins(grads)
+            found = found._replace(loss_scale=loss_scale)
+        else:
+            scales = [mark and mark.loss_scale for mark in marks]
+            if named is None and all(each is scales[0] for each in scales):
+                named = scales[0]
+            found = self._losses.look_up(of_tensorflow, takes_scaled, self.loss_scale, named)
+        if not (found.is_scaled and found.is_unscaled) and not self._scales_nothing():
+            self._warn_of_missing_calls(found.is_scaled, found.is_unscaled)
+        return found, grads
 
     def _warn_of_missing_calls(self, is_scaled: bool, is_unscaled: bool) -> None:
         """Count a step of a user's loop that misses scaling or unscaling, and warn of the first one."""
-        if (is_scaled and is_unscaled) or self._scales_nothing():
-            return
-        self._calls.missing.assign_add(1)  # when a traced step runs, not only when it is traced
-        if not self._calls.has_warned:
-            self._calls.has_warned = True
+        self._steps.missing.assign_add(1)  # when a traced step runs, not only when it is traced
+        if not self._steps.has_warned:
+            self._steps.has_warned = True
             calls = {"get_scaled_loss": is_scaled, "get_unscaled_gradients": is_unscaled}
             warn_caller(
                 f"{' and '.join(name for name, is_made in calls.items() if not is_made)} not called before "

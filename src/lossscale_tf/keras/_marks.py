@@ -1,0 +1,62 @@
+"""The marks of gradients that were unscaled, and the counts of a user's loop."""
+
+from typing import Any, Literal, NamedTuple
+
+import tensorflow as tf
+
+from lossscale_tf._verbs import Gradient, is_narrow
+
+
+class Mark(NamedTuple):
+    """The mark of a gradient, in its attribute `_loss_scaling`."""
+
+    owner: Any
+    kind: Literal["scaled", "unscaled", "computed"]
+    """"scaled" was given to be unscaled, "unscaled" is the result, and "computed" comes from `compute_gradients`."""
+    loss_scale: tf.Tensor
+    origin: Any = None
+    """In a graph, the gradient before it was unscaled. When it is applied, one product unscales and clips it, and
+    TensorFlow prunes the unscaled tensor, which saves a write and a read of all gradients."""
+
+
+class Steps:
+    """What a wrapper knows of its own steps. A copy knows nothing of them."""
+
+    def __init__(self) -> None:
+        self.has_begun = self.is_traced = self.has_warned = False
+        with tf.init_scope():
+            first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            self.missing = tf.Variable(0, trainable=False, dtype=tf.int64, aggregation=first)
+            """The number of steps that missed a call."""
+
+    def __reduce__(self) -> tuple[type["Steps"], tuple[()]]:
+        return Steps, ()
+
+
+def mark_of(leaf: Any, owner: Any) -> Mark | None:
+    """Return the mark that an optimizer has set on a gradient, or None."""
+    found = getattr(leaf, "_loss_scaling", None)
+    return found if isinstance(found, Mark) and found.owner is owner else None
+
+
+def mark_gradient(owner: Any, leaf: Gradient, grad: Any, loss_scale: tf.Tensor, kind: Any) -> None:
+    """Mark a gradient before and after unscaling; in a graph with its origin, unless its dtype has changed."""
+    unscaled = Mark(owner, kind, loss_scale)
+    is_same = not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype)
+    leaf._loss_scaling = unscaled._replace(origin=grad) if is_same else unscaled
+    if isinstance(leaf, tf.IndexedSlices):
+        leaf.values._loss_scaling = unscaled
+    if isinstance(grad, tf.Tensor | tf.IndexedSlices):
+        grad._loss_scaling = Mark(owner, "scaled", loss_scale)
+
+
+def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:
+    """Return gradients as they were before unscaling in this graph, and their scale.
+
+    If they have no common scale, return them unchanged, and None.
+    """
+    marks = [getattr(grad, "_loss_scaling", None) for grad in grads]
+    found = [mark for mark in marks if isinstance(mark, Mark) and mark.origin is not None]
+    if len(found) < len(grads) or len({id(mark.loss_scale) for mark in found}) != 1:
+        return grads, None
+    return [mark.origin for mark in found], found[0].loss_scale

@@ -1,0 +1,212 @@
+"""Gradients belong to the last loss that was scaled, or to the one that is named, on the backend of this process.
+
+The scale grows after each step, so that gradients divided by a scale of another step would be found by a factor of two.
+"""
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lossscale_core import DynamicScaling
+from lossscale_core.errors import CallOrderError
+from lossscale_keras import LossScaleOptimizer
+from tests.adapters.keras_loops import BACKEND, value_of
+from tests.sweeping import few_examples
+
+GROWS = DynamicScaling(init_scale=8.0, growth_interval=1)
+pytestmark = pytest.mark.filterwarnings("error:scale_loss")  # right loops are silent
+
+
+class Two:
+    """An optimizer around two weights at zero, and eager calls."""
+
+    def __init__(self):
+        self.weights = [keras.Variable(0.0), keras.Variable(0.0)]
+        self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
+        self.optimizer.build(self.weights)
+
+    def scaled(self, gradient):
+        """Return the scaled gradient of a loss, and the loss, which is the gradient times a weight of 1."""
+        loss = self.optimizer.scale_loss(keras.ops.convert_to_tensor(float(gradient)))
+        return [keras.ops.copy(loss)], loss
+
+    def apply(self, grads, weight, loss=None):
+        """Apply scaled gradients."""
+        self.optimizer.apply(grads, [self.weights[weight]], loss=loss)
+
+    def went(self, first, second=0.0):
+        """Require that the weights went so far."""
+        assert [float(value_of(each)) for each in self.weights] == [-first, -second]
+
+
+@few_examples
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("scale"), st.integers(0, 1), st.sampled_from([1.0, 2.0, -3.0])),
+            st.tuples(st.just("apply the last")),
+            st.tuples(st.just("apply by name"), st.integers(0, 5)),
+        ),
+        max_size=12,
+    )
+)
+def test_any_order_of_calls(program):
+    """Losses are applied, given up, and applied later by name."""
+    two, scaled, right, last = Two(), [], [0.0, 0.0], None
+    for call, *arguments in program:
+        if call == "scale":
+            weight, gradient = arguments
+            last = (*two.scaled(gradient), weight, gradient)
+            scaled.append(last)
+        elif scaled and (arguments or scaled[-1] is last):
+            grads, loss, weight, gradient = scaled.pop(arguments[0] % len(scaled) if arguments else -1)
+            two.apply(grads, weight, loss if arguments else None)
+            right[weight] += gradient
+    two.went(*right)
+
+
+def test_two_losses_and_halves_of_one():
+    """Both are scaled before the first is applied; so are the halves of one loss, after which the scale has grown."""
+    two = Two()
+    for _ in range(2):
+        first, second = two.scaled(3.0)[0], two.scaled(5.0)[0]
+        two.apply(first, 0)
+        two.apply(second, 1)
+        (half,), _ = two.scaled(2.0)
+        two.apply([half], 0)
+        two.apply([half], 1)
+    two.went(10.0, 14.0)
+
+
+def test_a_step_that_fails_leaves_the_loss_as_it_was():
+    """Its gradients are applied later; the refused ones are as if they had not come."""
+    two = Two()
+    grads, _ = two.scaled(3.0)
+    with pytest.raises(ValueError, match="2 gradients came for 1 variables"):
+        two.optimizer.apply(grads * 2, two.weights[:1])
+    two.optimizer.dynamic_scale.assign(64.0)
+    two.apply(grads, 0)
+    two.went(3.0)
+
+
+def test_a_loss_by_name_is_one_that_was_scaled_and_is_scaled_once():
+    """By this optimizer."""
+    two, other = Two(), Two()
+    grads, loss = two.scaled(3.0)
+    for wrong in (keras.ops.ones(()), other.scaled(3.0)[1], []):
+        with pytest.raises(ValueError, match="was not scaled by this optimizer; pass what scale_loss"):
+            two.apply(grads, 0, wrong)
+    with pytest.raises(CallOrderError, match="this loss is scaled already"):
+        two.optimizer.scale_loss(loss)
+    two.went(0.0)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
+@pytest.mark.parametrize("as_scan", [False, True])
+def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
+    """jit(gradients), then jit(apply); and a scan over whole steps, with a loss that was scaled eagerly before."""
+    import jax
+
+    two = Two()
+    two.scaled(7.0)
+
+    def gradients(weights, state):
+        def scaled_loss(weights):
+            with keras.StatelessScope(state_mapping=list(zip(two.optimizer.variables, state, strict=True))):
+                return two.optimizer.scale_loss(weights[0] * 3.0 + weights[1] * 5.0)
+
+        return jax.grad(scaled_loss)(weights)
+
+    def step(carry, _):
+        weights, state = carry
+        return two.optimizer.stateless_apply(state, gradients(weights, state), weights), None
+
+    carry = [each.value for each in two.weights], [each.value for each in two.optimizer.variables]
+    if as_scan:
+        (weights, state), _ = jax.lax.scan(step, carry, None, length=4)
+    else:
+        gradients, apply = jax.jit(gradients), jax.jit(two.optimizer.stateless_apply)
+        for _ in range(4):
+            weights, state = carry
+            carry = apply(state, gradients(weights, state), weights)
+        weights, state = carry
+    assert [float(each) for each in weights] == [-12.0, -20.0]
+    is_scale = [each is two.optimizer.dynamic_scale for each in two.optimizer.variables]
+    assert float(state[is_scale.index(True)]) == 128.0
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
+def test_eager_steps_with_gradients_of_a_pure_function():
+    """The last eager loss is not theirs: they are divided by the present scale."""
+    import jax
+
+    two = Two()
+
+    @jax.jit
+    def gradients(weight, state):
+        def scaled_loss(weight):
+            with keras.StatelessScope(state_mapping=list(zip(two.optimizer.variables, state, strict=True))):
+                return two.optimizer.scale_loss(weight * 3.0)
+
+        return jax.grad(scaled_loss)(weight)
+
+    for _ in range(3):
+        two.scaled(7.0)
+        for weight in (0, 1):
+            state = [each.value for each in two.optimizer.variables]
+            two.apply([gradients(two.weights[weight].value, state)], weight)
+    two.went(9.0, 9.0)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="torch.compile")
+def test_a_compiled_function_that_scales_the_loss():
+    """Nothing is recorded in it; the step divides by the present scale, and nothing is said."""
+    import torch
+
+    two = Two()
+    scaled = torch.compile(lambda weight: two.optimizer.scale_loss(weight * 3.0), backend="eager", fullgraph=True)
+    for _ in range(3):
+        weight = torch.zeros((), requires_grad=True)
+        scaled(weight).backward()
+        two.apply([weight.grad], 0)
+    two.went(9.0)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="graphs")
+@pytest.mark.parametrize("scales_in_graph", [True, False])
+@pytest.mark.parametrize("applies_in_graph", [True, False])
+def test_a_loss_in_one_place_and_its_step_in_another(scales_in_graph, applies_in_graph):
+    """A variable carries the scale; the micro-batches of a step are in a loop of the graph."""
+    import tensorflow as tf
+
+    two = Two()
+
+    def gradients():
+        def micro_batch(count, total):
+            with tf.GradientTape() as tape:
+                loss = two.optimizer.scale_loss(two.weights[0].value * 3.0)
+            return count + 1, total + tape.gradient(loss, two.weights[0].value)
+
+        return tf.while_loop(lambda count, _: count < 2, micro_batch, (0, tf.constant(0.0)))[1]
+
+    gradients = tf.function(gradients, autograph=False) if scales_in_graph else gradients
+    apply = lambda grad: two.apply([grad], 0)  # noqa: E731
+    apply = tf.function(apply, autograph=False) if applies_in_graph else apply
+    for _ in range(3):
+        grad = gradients()
+        two.optimizer.dynamic_scale.assign(64.0)
+        apply(grad)
+    two.went(18.0)
+
+
+@pytest.mark.parametrize("policy", ["none", 8.0])
+def test_numbers_of_the_backend_are_kept_with_the_loss(policy):
+    """A nested structure of losses is scaled, and may be named."""
+    optimizer, weight = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy), keras.Variable(np.zeros(2, "float32"))
+    losses = optimizer.scale_loss({"a": keras.ops.ones(()), "b": keras.ops.ones(())})
+    optimizer.scale_loss(keras.ops.ones(()))
+    grad = keras.ops.ones(2) * (8.0 if policy == 8.0 else 1.0)
+    optimizer.apply([grad], [weight], loss=losses)
+    assert list(value_of(weight)) == [-1.0, -1.0]
