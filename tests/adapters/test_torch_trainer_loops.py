@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_torch import GradScaler
@@ -23,18 +25,18 @@ CULPRITS = {2: 1, 5: 0}
 SETTINGS = {"device": "cpu", "init_scale": 2.0**10, "growth_interval": 2}
 
 
-def _run(source, **names):
-    """Run a recipe on a CPU, with a scale that grows soon; return all names."""
-    source = source.replace('"cuda"', "").replace("GradScaler(", "GradScaler(**SETTINGS, ")
-    names["SETTINGS"] = SETTINGS
-    exec(compile(source.replace(", )", ")"), PAGE, "exec"), names)
+def _run(source, kind=GradScaler, **names):
+    """Run a recipe on a CPU, with a kind of scaler that grows soon; return all names."""
+    source = source.replace("from lossscale_torch import GradScaler", "").replace('"cuda"', "")
+    names |= {"GradScaler": kind, "SETTINGS": SETTINGS}
+    exec(compile(source.replace("GradScaler(", "GradScaler(**SETTINGS, ").replace(", )", ")"), PAGE, "exec"), names)
     return names
 
 
-def _data(rank, micro_batches=2):
-    """Return the micro-batches of each step, other ones on each rank."""
+def _data(rank):
+    """Return two micro-batches for each step, other ones on each rank."""
     generator = torch.Generator().manual_seed(rank)
-    data = [[torch.randn(4, 8, generator=generator) for _ in range(micro_batches)] for _ in range(STEPS)]
+    data = [[torch.randn(4, 8, generator=generator) for _ in range(2)] for _ in range(STEPS)]
     for step, culprit in CULPRITS.items():
         data[step][-1] *= float("inf") if culprit == rank else 1.0
     return data
@@ -57,21 +59,20 @@ class _ReducesInside(torch.optim.SGD):
         super().step()
 
 
+class _ModelWithLoss(torch.nn.Linear):
+    def forward(self, x, y):
+        return _loss_fn(super().forward(x), y)
+
+
 def _nanochat(rank, world_size):
     def run(source, kind=_ReducesInside):
         torch.manual_seed(0)
-        layer = torch.nn.Linear(8, 1)
-
-        def model(x, y):
-            with torch.autocast("cpu", torch.float16):
-                return _loss_fn(layer(x), y)
-
-        model.zero_grad = layer.zero_grad
-        loader = ((x, torch.ones(4, 1), {}) for x in [*itertools.chain(*_data(rank)), torch.ones(4, 8)])
-        x, y, _ = next(loader)
-        names = {"model": model, "optimizer": kind(layer.parameters(), lr=0.1), "x": x, "y": y, "train_loader": loader}
-        names = _run(source, torch=torch, dist=dist, num_iterations=STEPS, grad_accum_steps=2, **names)
-        return names["scaler"], [names["scaler"].get_scale(), *(param.tolist() for param in layer.parameters())]
+        model = _ModelWithLoss(8, 1)
+        names = {"model": model, "optimizer": kind(model.parameters(), lr=0.1), "x": None, "y": torch.ones(4, 1)}
+        names["x"], *others = itertools.chain(*_data(rank), [None])
+        names["train_loader"] = ((x, names["y"], {}) for x in others)
+        scaler = _run(source, torch=torch, dist=dist, num_iterations=STEPS, grad_accum_steps=2, **names)["scaler"]
+        return scaler, [scaler.get_scale(), model.weight.tolist(), model.bias.tolist()]
 
     scaler, ours = run(code_of(PAGE, "nanochat"))
     assert ours == run(code_of(PAGE, "nanochat", before=True))[1]
@@ -88,95 +89,118 @@ def test_nanochat():
 # --- torchtitan and verl
 
 
+class _Experts(torch.nn.Module):
+    """Experts on a mesh dimension, which see the tokens of their own rank; on one rank, gradients overflow once."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.weight = torch.nn.Parameter(distribute_tensor(torch.randn(4, 8, 8), mesh, [Shard(0)]))
+        self.calls = 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        weight = self.weight.to_local() * 1.0
+        if (self.calls, dist.get_rank()) == (7, 3):
+            weight.register_hook(lambda grad: grad * float("inf"))
+        return (tokens @ weight).sum(0)
+
+
 def _parts_of(layout):
     """Return a model in this layout, sharded ones in float16, and its optimizers in torchtitan's container."""
     torch.manual_seed(0)
     model, dtypes = torch.nn.Sequential(torch.nn.Linear(8, 8)), MixedPrecisionPolicy(torch.float16, torch.float32)
     if layout == "ddp":
         model = DistributedDataParallel(model)
+    elif layout == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     else:
+        if layout == "experts":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+            experts, mesh, place = _Experts(mesh["ep"]), mesh["efsdp"], lambda param: Shard(1)
+            model.append(fully_shard(experts, mesh=mesh, mp_policy=dtypes, shard_placement_fn=place))
         fully_shard(model, mp_policy=dtypes)
-    return model, _Container([torch.optim.AdamW([param], lr=0.01, fused=True) for param in model.parameters()])
+    parts = model if layout == "experts" else [model]
+    return model, _Container([torch.optim.AdamW(part.parameters(), lr=0.01, fused=True) for part in parts])
 
 
-class FSDPEngine:
-    """What the recipe replaces in verl's engine, for torch's scaler, with a norm by kind of wrapper."""
+class _ByHand(torch.amp.GradScaler):
+    """torch's scaler, with the norm of whole gradients, by which all ranks and all of a container step or none."""
 
-    def __init__(self, layout, max_norm, scaler=None):
-        self.module, self.optimizer = _parts_of(layout)
-        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer.optimizers[0], 1, 0.9)
-        self.optimizer_config, self.scaler, self.norms = SimpleNamespace(clip_grad=max_norm), scaler, []
+    def __init__(self, *, norm_group=None, **settings):
+        super().__init__(**settings)
+        self.norm_group = norm_group
 
-    def optimizer_step(self):
-        """Clip by the norm of all gradients, and let all ranks and optimizers step or none."""
-        max_norm, params = self.optimizer_config.clip_grad, [*self.module.parameters()]
-        for each in self.optimizer.optimizers:
-            self.scaler.unscale_(each)
+    def unscale_and_clip_(self, container, max_norm):
+        """Clip by torch's functions; return the norm."""
+        params = [param for group in container.param_groups for param in group["params"] if param.grad is not None]
+        for each in container.optimizers:
+            self.unscale_(each)
         norm = torch.nn.utils.get_total_norm([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in params])
+        if self.norm_group is not None:
+            dist.all_reduce(norm.square_(), group=self.norm_group)
+            norm.sqrt_()
         for param in params:
             torch.nn.utils.clip_grads_with_norm_([param], max_norm, norm)
-        for each in self.optimizer.optimizers:
-            for flag in self.scaler._found_inf_per_device(each).values():
-                flag.copy_(~norm.isfinite())
-            self.scaler.step(each)
-        self.scaler.update()
-        self.was_applied = norm.isfinite()
-        return norm.item()
+        self.last_step = SimpleNamespace(applied=norm.isfinite())
+        return norm
 
-    def lr_scheduler_step(self):
-        """Follow applied steps."""
-        if self.was_applied:
-            self.lr_scheduler.step()
+    def step(self, container):
+        """Step each optimizer."""
+        for each in container.optimizers:
+            for flag in self._found_inf_per_device(each).values():
+                flag.copy_(~self.last_step.applied)
+            super().step(each)
 
-    def train(self, data, loaded=None):
-        """Train on micro-batches, and go on with another scaler from the state of this one half way."""
-        for step, micro_batches in enumerate(data):
-            if loaded is not None and step == STEPS // 2:
-                loaded.load_state_dict(self.scaler.state_dict())
-                self.scaler = loaded
-            self.optimizer.zero_grad()
-            for micro_batch in micro_batches:
-                self.scaler.scale(_loss_fn(self.module(micro_batch), 1.0) / 2).backward()
-            self.norms.append(self.optimizer_step())
-            self.lr_scheduler_step()
-        return self
-
-    def outcome(self):
-        """Return weights, scale and schedule."""
-        return [*_local(self.module), torch.tensor([self.scaler.get_scale(), self.lr_scheduler.last_epoch])]
+    def update(self):
+        """Return the outcome."""
+        super().update()
+        return self.last_step
 
 
-def _torchtitan(layout, max_norm, data):
-    engine = FSDPEngine(layout, max_norm)
-    names = {"model": engine.module, "optimizers": engine.optimizer, "lr_schedulers": engine.lr_scheduler}
+def _torchtitan(kind, data, optimizer, max_norm, **names):
     source = code_of(PAGE, "torchtitan, FSDP2").replace("max_norm=1.0", f"max_norm={max_norm}")
     data = [[(micro_batch, 1.0) for micro_batch in micro_batches] for micro_batches in data]
-    engine.scaler = _run(source, loss_fn=_loss_fn, data=data, **names)["scaler"]
-    assert engine.optimizer.steps == STEPS  # its own step is called, with its hooks; fused optimizers skip themselves
-    return engine
+    names |= {"optimizers": optimizer, "lr_schedulers": names["lr_scheduler"], "data": data, "loss_fn": _loss_fn}
+    scaler = _run(source, kind, **names)["scaler"]
+    assert kind is _ByHand or optimizer.steps == STEPS  # with its hooks, also where fused optimizers skip themselves
+    return scaler
 
 
-def _verl(layout, max_norm, data):
-    engine = _run(code_of(PAGE, "verl"), FSDPEngine=FSDPEngine)["Float16Engine"](layout, max_norm)
-    engine.scaler, loaded = (GradScaler(**SETTINGS) for _ in range(2))
-    return engine.train(data, loaded)
+def _verl(kind, data, model, max_norm, **parts):
+    engine = _run(code_of(PAGE, "verl"), FSDPEngine=SimpleNamespace)["Float16Engine"](**parts)
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    settings = {**SETTINGS, "norm_group": model.process_group if is_fsdp1 else None}
+    engine.optimizer_config, engine.scaler = SimpleNamespace(clip_grad=max_norm), kind(**settings)
+    for micro_batches in data:
+        state = engine.scaler.state_dict()
+        engine.scaler = kind(**settings)
+        engine.scaler.load_state_dict(state)
+        engine.optimizer.zero_grad()
+        for micro_batch in micro_batches:
+            engine.scaler.scale(_loss_fn(model(micro_batch), 1.0) / 2).backward()
+        engine.optimizer_step()
+        engine.lr_scheduler_step()
+    return engine.scaler
 
 
 def _compare(rank, world_size, recipe, layout):
     for max_norm, tolerance in ((1e6, 0.0), (0.1, 1e-5)):
-        ours = recipe(layout, max_norm, _data(rank))
-        torchs = FSDPEngine(layout, max_norm, torch.amp.GradScaler(**SETTINGS)).train(_data(rank))
-        torch.testing.assert_close(ours.outcome(), torchs.outcome(), rtol=tolerance, atol=tolerance)
-        assert ours.lr_scheduler.last_epoch == STEPS - len(CULPRITS)
-        if ours.norms:
-            torch.testing.assert_close(ours.norms, torchs.norms, rtol=1e-5, atol=0.0, equal_nan=True)
+        found = []
+        for kind in (GradScaler, _ByHand):
+            model, optimizer = _parts_of(layout)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizers[0], 1, 0.9)
+            parts = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule, "max_norm": max_norm}
+            scaler = recipe(kind, _data(rank), **parts)
+            found.append([*_local(model), torch.tensor([scaler.get_scale(), schedule.last_epoch])])
+        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+        assert schedule.last_epoch == STEPS - len(CULPRITS) - (layout == "experts")
 
 
-LOOPS = [(_torchtitan, "fsdp2"), (_verl, "fsdp2"), (_verl, "ddp")]
+LOOPS = [(_torchtitan, "fsdp2"), (_torchtitan, "experts"), (_verl, "fsdp2"), (_verl, "ddp"), (_verl, "fsdp1")]
 
 
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize(("recipe", "layout"), LOOPS)
 def test_torchtitan_and_verl(recipe, layout):
     """One call clips by the norm of each layout, and skips on all ranks, with the bits of torch's scaler."""
-    _on_ranks(2, partial(_compare, recipe=recipe, layout=layout))
+    _on_ranks(4 if layout == "experts" else 2, partial(_compare, recipe=recipe, layout=layout))
