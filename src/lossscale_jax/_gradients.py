@@ -70,6 +70,25 @@ def multiply(grads: Tree, factor: Array) -> Tree:
     return map_gradients(lambda leaf: times(leaf, factor), grads)
 
 
+def divide(grads: Tree, loss_scale: Array) -> Tree:
+    """Return gradients divided by a loss scale, in float32 or wider; float64 without the error of a reciprocal."""
+    inverse = 1.0 / loss_scale.astype(float)  # in float64 with x64
+
+    def divided(leaf: Array) -> Array:
+        if leaf.dtype != jnp.float64:
+            # XLA fuses a product into the operation that reads it, but would store a quotient first.
+            return times(leaf, inverse)
+        # XLA would replace a division by a scalar by a product with its reciprocal, if it saw the scalar.
+        return leaf / lax.optimization_barrier(jnp.full_like(leaf, loss_scale))
+
+    return map_gradients(divided, grads)
+
+
+def as_arrays(tree: Tree) -> Tree:
+    """Return a pytree with its floats as JAX has them: without x64, a NumPy array of float64 becomes float32."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) and is_gradient(leaf) else leaf, tree)
+
+
 def real_parts(array: Array) -> tuple[Array, ...]:
     """Return a complex array's real and imaginary part, or a real array alone."""
     return (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
@@ -79,15 +98,13 @@ def each_finite(grads: PyTree, factor: Array | None = None, *, keep_dtypes: bool
     """Return whether every element is finite; with a factor, before and after the multiplication by it.
 
     A finite sum of squares proves that all elements are finite, and costs one read at memory speed. Elements are tested
-    one by one if the sum is not finite, if the factor is above 1, for float16, eagerly, and always with "select".
+    one by one if the sum is not finite, if the factor is above 1, eagerly, and always with "select".
     """
     leaves = list(gradients_of(grads).values())
-    wide = [leaf for leaf in leaves if leaf.dtype != jnp.float16]  # on a CPU the square of a float16 is slow
     exact = functools.partial(_each_element_finite, leaves, factor, keep_dtypes)
-    if skip == "select" or not wide or not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if skip == "select" or not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return exact()
-    proven = jnp.isfinite(_sum_of_squares(wide)) & (True if factor is None else factor <= 1.0)
-    proven &= _each_element_finite([leaf for leaf in leaves if leaf.dtype == jnp.float16])
+    proven = jnp.isfinite(_sum_of_squares(leaves)) & (True if factor is None else factor <= 1.0)
     return lax.cond(proven, lambda: proven, exact)
 
 
@@ -198,6 +215,6 @@ def require_reduced(decisive: Any, shared: Any) -> None:
         names = repr(axes[0] if len(axes) == 1 else tuple(axes))
         hint = f"reduce them first, as with jax.lax.pmean, or pass axis_name={names}, with every axis to combine"
         raise ValueError(
-            f"the gradients differ along mesh axis {names} while the loss scale is shared, so devices would decide "
-            f"differently; {hint}"
+            f"the gradients or the losses differ along mesh axis {names} while the loss scale is shared, so devices "
+            f"would decide differently; {hint}"
         )

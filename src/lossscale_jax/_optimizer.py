@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,18 @@ from jax import lax
 
 from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
 from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, explain_arguments
-from lossscale_core.errors import PolicyError, ScaleStateError
+from lossscale_core.errors import PolicyError
 from lossscale_jax import _gradients
-from lossscale_jax._gradients import PyTree, Skip, Tree, each_finite, lifted, map_gradients, multiply
-from lossscale_jax._states import LossScaledState, Window, place_with, require_gradients_of, scale_states_of
+from lossscale_jax._gradients import PyTree, Skip, Tree, as_arrays, divide, each_finite, lifted, map_gradients, multiply
+from lossscale_jax._states import (
+    LossScaledState,
+    Window,
+    explained,
+    place_with,
+    require_gradients_of,
+    require_state,
+    scale_states_of,
+)
 from lossscale_jax._verbs import init_state, select
 
 
@@ -100,8 +108,8 @@ def loss_scaled(
             every micro-batch counts as a step of the policy, and the scale may change within a window.
         keep_dtypes: Whether `inner` is initialised with half-precision parameters as they are and gets each gradient in
             the dtype in which it came, unscaled in float32 first. This halves the memory of the state, but values that
-            are too small for float16 become zero, such as an `eps` of 1e-8: then `init` raises `PolicyError`, unless
-            its parameters are traced. By default, updates and inner state are float32.
+            are too small for float16 become zero, such as an `eps` of 1e-8: then `init` raises `PolicyError`, also if
+            it is compiled. By default, updates and inner state are float32.
         guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the
             scale state unchanged. The norm is that of the unscaled gradients before clipping: of a window's mean with
             accumulation, and of the gradients of all devices together with `axis_name`. The guard's state is in
@@ -152,112 +160,182 @@ def loss_scaled(
         inner_state = inner.init(widened(params))
         if scale_states_of(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
-        if keep_dtypes and jnp.float16 in jax.tree.leaves(jax.tree.map(jnp.result_type, params)):
-            with contextlib.suppress(TypeError, NameError):  # if it needs extra arguments or an axis, as in a step
-                finite = each_finite(inner.update(optax.tree.zeros_like(params), inner_state, params)[0])
-                if not isinstance(finite, jax.core.Tracer) and not finite:
-                    hint = "as with eps=1e-8, which is 0 in float16; pass eps=1e-4 to it, or leave keep_dtypes out"
-                    raise PolicyError(f"keep_dtypes=True, and inner makes NaN of a float16 gradient of zero, {hint}")
+        has_float16 = jnp.float16 in map(jnp.result_type, jax.tree.leaves(params))
+        if keep_dtypes and has_float16 and _makes_nan_of_zeros(inner, params, inner_state):
+            hint = "as with eps=1e-8, which is 0 in float16; pass eps=1e-4 to it, or leave keep_dtypes out"
+            raise PolicyError(f"keep_dtypes=True, and inner makes NaN of a float16 gradient of zero, {hint}")
         zeros = optax.tree.zeros_like(lifted(params)) if accumulates else None
         window = Window(zeros, jnp.int32(0), jnp.int32(0), jnp.asarray(False)) if accumulates else None
         guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
         return place_with(LossScaledState(init_state(policy), inner_state, window, guard_state), params)
 
-    def take(grads: Any, state: Any, params: Any, extra_args: Any, result_of: Any, unchanged: Any) -> Any:
-        """Return `result_of(updates)` if the step is applied, else `unchanged(grads)`; whether it is; and the state."""
-        if not isinstance(state, LossScaledState):
-            hint = "pass what its init returned, after the gradients; an inner state alone is continued by"
-            example = "optimizer.init(params)._replace(inner_state=...)"
-            raise ScaleStateError(f"{type(state).__name__} is not a state of loss_scaled; {hint} {example}")
-        scale_state, inner_state, window, guard_state = tuple[Any, ...](state)
-        if (window is None, guard_state is None) != (not accumulates, guard is None):
-            was = ["without" if part is None else "with" for part in (window, guard_state)]
-            raise PolicyError(
-                f"accumulation_steps={accumulation_steps} and guard={guard!r} do not fit a state made {was[0]} "
-                f"accumulation and {was[1]} a guard; make the optimizer as it was saved, or take what is missing from "
-                "a new one: opt_state._replace(guard_state=optimizer.init(params).guard_state)"
-            )
-        if isinstance(inner_state, list | dict) and params is not None:
-            made: Any = jax.tree.structure(jax.eval_shape(inner.init, widened(params)))
-            if made != jax.tree.structure(inner_state):
-                hint = "restore the checkpoint into what init returns, such as orbax's restore(path, init(params))"
-                raise ScaleStateError(f"inner_state is a {type(inner_state).__name__}, not as init made it; {hint}")
-        if params is not None or accumulates:
-            require_gradients_of(window.total if params is None else params, grads)
-        way: Skip = skip or ("select" if jax.default_backend() == "gpu" else "cond")
-        source, factor, counts = grads, 1.0 / scale_state.loss_scale, jnp.asarray(True)
-
-        # Check each element, or compute the norm, which is finite if each element is.
-        norm: Any = _gradients.global_norm(grads, factor, skip=way) if needs_norm and not accumulates else None
+    def check(grads: PyTree, loss_scale: Any, way: Skip) -> _Checked:
+        """Check each element of scaled gradients, or compute the norm, which is finite if each element is."""
+        factor = 1.0 / loss_scale.astype(float)  # in float64 with x64
+        norm = _gradients.global_norm(grads, factor, skip=way) if needs_norm and not accumulates else None
         finite = jnp.asarray(True) if norm is None else jnp.isfinite(norm)
         if norm is None or keep_dtypes:  # a value that is finite in float32 may be infinite in the gradient's dtype
             finite &= each_finite(grads, factor, keep_dtypes=keep_dtypes, skip=way)
-        finite = applies = _gradients.all_true(finite, axis_name)
-        _gradients.require_reduced(finite, scale_state)
+        finite = _gradients.all_true(finite, axis_name)
+        unscale = functools.partial(divide, loss_scale=loss_scale)
+        return _Checked(grads, unscale, norm, finite, proposed=finite, counts=jnp.asarray(True))
 
+    def take(grads: Any, state: Any, params: Any, extra_args: Any, result_of: Any, keep: Any = None) -> Any:
+        """Return `result_of(updates)` if the step is applied, else `keep`; whether it is applied; and the state.
+
+        Without `keep` the result of a skipped step is undefined.
+        """
+        require_state(state, accumulation_steps, guard)
+        grads = as_arrays(grads)
+        scale_state, inner_state, window, guard_state = tuple[Any, ...](state)
+        way: Skip = skip or ("select" if jax.default_backend() == "gpu" else "cond")
         if accumulates:
-            # Divide each micro-batch before it is added, so that the sum of finite micro-batches is finite.
-            share = multiply(multiply(grads, factor), jnp.float32(1.0 / accumulation_steps))
-            total = jax.tree.map(jnp.add, window.total, optax.tree.cast_like(share, window.total))
-            total, seen = select(finite, total, window.total), window.seen + 1
-            good = window.finite + finite.astype(jnp.int32)
-            source, factor = total, accumulation_steps / jnp.maximum(good, 1).astype(jnp.float32)
-            is_full, is_whole = seen >= accumulation_steps, good == seen
-            applies = is_full & (is_whole if drop == "window" else good > 0)
-            finite, counts = (is_whole, is_full) if drop == "window" else (finite, counts)
-            window = Window(total, seen, good, applies)
-            window = select(is_full, optax.tree.zeros_like(window), window)
-            if needs_norm:
-                norm_of_mean = lambda: _gradients.global_norm(total, factor, skip=way).astype(jnp.float32)  # noqa: E731
-                norm = _gradients.choose(applies, norm_of_mean, lambda: jnp.float32(jnp.inf), way)
+            require_gradients_of(window.total, grads)
+        elif params is not None:
+            as_updates = lambda: inner_update(lifted(grads), inner_state, widened(params), **extra_args)[0]  # noqa: E731
+            require_gradients_of(params, grads, as_updates)
+        checked = check(grads, scale_state.loss_scale, way)
+        _gradients.require_reduced(checked.finite, scale_state)
+        if accumulates:
+            checked, window = _accumulate(checked, window, accumulation_steps, drop, needs_norm, way)
 
+        source, norm = checked.grads, checked.norm
         everywhere: Any = None if guard is None else _gradients.total_norm(norm, axis_name).astype(jnp.float32)
         applies, after, guard_state = decide(
-            policy, guard, scale_state, guard_state, finite, everywhere, proposed=applies, xp=jnp
+            policy, guard, scale_state, guard_state, checked.finite, everywhere, proposed=checked.proposed, xp=jnp
         )
+        scale_state = select(checked.counts, after, scale_state)
         window = None if window is None else window._replace(stepped=applies)
+        if max_norm is not None:  # outside of the step, so that XLA does not compute it once for each leaf
+            # The largest number stands for a norm beyond it.
+            known = jnp.where(norm < jnp.finfo(norm.dtype).max, norm, jnp.inf)
+            shrink = 1.0 / clip_divisor(known, max_norm, xp=jnp)
 
         def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
-            unscaled = multiply(source, factor)
-            if max_norm is not None:
-                # The largest number stands for a norm beyond it.
-                known = jnp.where(norm < jnp.finfo(norm.dtype).max, norm, jnp.inf)
-                unscaled = multiply(unscaled, 1.0 / clip_divisor(known, max_norm, xp=jnp))
+            unscaled = checked.unscale(source)
+            unscaled = unscaled if max_norm is None else multiply(unscaled, shrink)
             unscaled = optax.tree.cast_like(unscaled, grads) if keep_dtypes else unscaled
             updates, inner_state = inner_update(unscaled, inner_state, widened(params), **extra_args)
             return result_of(updates), inner_state
 
         def skipped(applied: Any, source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
-            return jax.tree.map(_fitting, unchanged(source), applied[0]), jax.tree.map(_cast, inner_state, applied[1])
+            # XLA lets a conditional reuse the memory of an operand only if one branch returns it unchanged. So a skip
+            # returns the gradients if nothing is to be kept, and the updates take their memory.
+            kept = (grads if accumulates else source) if keep is None else keep
+            return _fitted(kept, applied[0]), jax.tree.map(_cast, inner_state, applied[1])
 
-        if way == "cond" and isinstance(applies, jax.core.Tracer):
-            step = jax.jit(step, inline=True)  # traced once, for its shapes and in the conditional
-            skipped = functools.partial(skipped, jax.eval_shape(step, source, inner_state))
-            result, inner_state = lax.cond(applies, step, skipped, source, inner_state)
-        else:  # with zeros for a line search, a host callback or checks, which would otherwise act on NaN
-            harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), source)
-            applied = step(harmless, inner_state)
-            result, inner_state = select(applies, applied, skipped(applied, source, inner_state))
-        scale_state = select(counts, after, scale_state)
+        with explained(inner_state, lambda: inner.init(widened(params))):
+            if way == "cond" and isinstance(applies, jax.core.Tracer):
+                step = jax.jit(step, inline=True)  # traced once, for its shapes and in the conditional
+                skipped = functools.partial(skipped, jax.eval_shape(step, source, inner_state))
+                result, inner_state = lax.cond(applies, step, skipped, source, inner_state)
+            else:  # with zeros for a line search, a host callback or checks, which would otherwise act on NaN
+                harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), source)
+                applied = step(harmless, inner_state)
+                old = skipped(applied, source, inner_state)
+                inner_state = select(applies, applied[1], old[1])
+                result = applied[0] if keep is None else select(applies, applied[0], old[0])
         return result, applies, LossScaledState(scale_state, inner_state, window, guard_state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        # XLA lets a conditional reuse the memory of an operand only if one branch returns it unchanged. So a skip
-        # returns gradients, the updates take their memory, and the select drops them; XLA fuses it into the addition.
-        kept = lambda source: updates if accumulates else source  # noqa: E731
-        result, applies, state = take(updates, state, params, extra_args, lambda result: result, kept)
-        # -0.0, and not 0.0, also keeps the signs of zeros.
+        result, applies, state = take(updates, state, params, extra_args, lambda result: result)
+        # XLA fuses this into the addition. -0.0, and not 0.0, also keeps the signs of zeros.
         nothing = lambda leaf: lax.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0)  # noqa: E731
         return select(applies, result, jax.tree.map(nothing, result)), state
 
     def apply_gradients(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
+        params = as_arrays(params)
         # In float32, since `apply_updates` promotes half-precision parameters, which JAX's strict promotion refuses.
         added = lambda updates: optax.tree.cast_like(optax.apply_updates(lifted(params), updates), params)  # noqa: E731
-        result, _, state = take(grads, state, params, extra_args, added, lambda source: params)
+        result, _, state = take(grads, state, params, extra_args, added, keep=params)
         return result, state
 
     update.apply_gradients, update.policy = apply_gradients, policy  # type: ignore[attr-defined]
     return LossScaledTransformation(init, update)
+
+
+class _Checked(NamedTuple):
+    """The gradients of a step, and what is known of them before it is decided whether the step is applied."""
+
+    grads: PyTree
+    """Scaled gradients, or the total of a window."""
+    unscale: Callable[[PyTree], PyTree]
+    """Returns the gradients to apply, given those above."""
+    norm: Any
+    """The norm of the gradients to apply; None if neither `max_norm` nor a guard needs it."""
+    finite: Any
+    """bool: what the policy learns of this call."""
+    proposed: Any
+    """bool: whether this call applies a step, unless a guard refuses it."""
+    counts: Any
+    """bool: whether this call is a step of the policy."""
+
+
+def _accumulate(
+    checked: _Checked, window: Window, steps: int, drop: str, needs_norm: bool, way: Skip
+) -> tuple[_Checked, Window]:
+    """Return the total of the window with one more micro-batch in place of its gradients, and the window after it."""
+    # Divide each micro-batch before it is added, so that the sum of finite micro-batches is finite.
+    share = multiply(checked.unscale(checked.grads), jnp.asarray(1.0 / steps, float))
+    total = jax.tree.map(jnp.add, window.total, optax.tree.cast_like(share, window.total))
+    total, seen = select(checked.finite, total, window.total), window.seen + 1
+    good = window.finite + checked.finite.astype(jnp.int32)
+    factor = steps / jnp.maximum(good, 1).astype(float)
+    is_full, is_whole = seen >= steps, good == seen
+    applies = is_full & (is_whole if drop == "window" else good > 0)
+    finite, counts = (is_whole, is_full) if drop == "window" else (checked.finite, checked.counts)
+    norm = None
+    if needs_norm:
+        norm_of_mean = lambda: _gradients.global_norm(total, factor, skip=way).astype(jnp.float32)  # noqa: E731
+        norm = _gradients.choose(applies, norm_of_mean, lambda: jnp.float32(jnp.inf), way)
+    mean = functools.partial(multiply, factor=factor)
+    window = Window(total, seen, good, applies)
+    window = select(is_full, optax.tree.zeros_like(window), window)
+    return _Checked(total, mean, norm, finite, applies, counts), window
+
+
+def _makes_nan_of_zeros(inner: optax.GradientTransformation, params: PyTree, inner_state: PyTree) -> bool:
+    """Return whether 16 steps on gradients of zero make parameters NaN; False if that cannot be known.
+
+    Computes with values also where `params` are traced: with zeros for one leaf of each dtype, number of dimensions and
+    place in the inner state. All axes are cut to 1, and then two of them to 128, from which optimizers such as
+    `optax.adafactor` factor. So neither time nor memory grows with the size of the model.
+    """
+    paths: dict[Any, tuple[Any, list[Any]]] = {
+        path: (leaf, []) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    for path, _ in jax.tree_util.tree_leaves_with_path(inner_state):
+        for n in range(len(path) + 1):
+            if path[n:] in paths:
+                paths[path[n:]][1].append(path[:n])
+    asked = {(jnp.result_type(leaf), jnp.ndim(leaf), *places): path for path, (leaf, places) in paths.items()}.values()
+    for size in (1, 128):
+
+        def cut(path: Any, leaf: Any, size: int = size) -> Any:
+            if path not in asked:
+                return None
+            largest = sorted(range(jnp.ndim(leaf)), key=lambda axis: jnp.shape(leaf)[axis])[-2:]
+            shape = [min(n, size) if axis in largest else min(n, 1) for axis, n in enumerate(jnp.shape(leaf))]
+            return jnp.zeros(shape, jnp.result_type(leaf))
+
+        # It may need extra arguments, an axis, or the parameters as they are.
+        with contextlib.suppress(Exception), jax.ensure_compile_time_eval():
+            trained = grads = jax.tree_util.tree_map_with_path(cut, params)
+            state = inner.init(trained)
+            for _ in range(16):
+                updates, state = inner.update(grads, state, trained)
+                trained = optax.apply_updates(trained, updates)
+            if not bool(each_finite(trained)):
+                return True
+    return False
+
+
+def _fitted(tree: PyTree, like: PyTree) -> PyTree:
+    """Return `tree` in the form of `like`; zeros for each leaf, or a tree, of another form, as gradients may have."""
+    structure: Any = jax.tree.structure
+    if structure(tree) != structure(like):  # as with optax.lookahead
+        return jax.tree.map(lambda leaf: _cast(jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf)), leaf), like)
+    return jax.tree.map(_fitting, tree, like)
 
 
 def _fitting(leaf: Any, like: Any) -> Any:

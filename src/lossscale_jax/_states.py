@@ -1,7 +1,8 @@
 """The optimizer state of `loss_scaled`, and the search for it in a larger state."""
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +11,9 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lossscale_core import GuardState, PolicyLike, ScaleState, state_from_dict
+from lossscale_core import GuardState, PolicyLike, ScaleState, SpikeGuard, state_from_dict
 from lossscale_core.adapters import guard_state_from_dict
-from lossscale_core.errors import ScaleStateError
+from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax._gradients import PyTree, Tree, is_array, is_gradient, name_of
 
 
@@ -49,6 +50,8 @@ _HARMFUL: dict[Any, str] = {
     "before they can lower the loss scale; pass accumulation_steps= instead",
 }
 
+_RESTORE = "restore the checkpoint into what init returns, such as orbax's restore(path, init(params))"
+
 
 def get_scale_state(opt_state: PyTree) -> ScaleState:
     """Find the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
@@ -69,6 +72,7 @@ def get_scale_state(opt_state: PyTree) -> ScaleState:
     found = scale_states_of(opt_state)
     if len(found) == 1:
         (state,) = found.values()
+        require_own_type("scale_state", state)
         leaves = jax.tree.leaves(state)  # plain arrays, even if flax nnx holds them in mutable variables
         return type(state)(*leaves) if len(leaves) == len(state) else state
     held = f"{len(found)} scale states, at {', '.join(found)}" if found else "no scale state"
@@ -141,10 +145,49 @@ def place_with(state: Tree, params: PyTree) -> Tree:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated) if on_one_device(leaf) else leaf, state)
 
 
-def require_gradients_of(params: PyTree, grads: PyTree) -> None:
+def require_state(state: Any, accumulation_steps: int, guard: SpikeGuard | None) -> None:
+    """Raise `ScaleStateError` if `init` does not return such a state, `PolicyError` if it does with other settings."""
+    if not isinstance(state, LossScaledState):
+        hint = "pass what its init returned, after the gradients; an inner state alone is continued by"
+        example = "optimizer.init(params)._replace(inner_state=...)"
+        raise ScaleStateError(f"{type(state).__name__} is not a state of loss_scaled; {hint} {example}")
+    for name in ("scale_state", "window", "guard_state"):
+        require_own_type(name, getattr(state, name))
+    if (state.window is None, state.guard_state is None) != (accumulation_steps == 1, guard is None):
+        was = ["without" if part is None else "with" for part in (state.window, state.guard_state)]
+        raise PolicyError(
+            f"accumulation_steps={accumulation_steps} and guard={guard!r} do not fit a state made {was[0]} "
+            f"accumulation and {was[1]} a guard; make the optimizer as it was saved, or take what is missing from "
+            "a new one: opt_state._replace(guard_state=optimizer.init(params).guard_state)"
+        )
+
+
+def require_own_type(name: str, part: Any) -> None:
+    """Raise `ScaleStateError` if a part of a state is a dict or a list, as a checkpoint without its types has it."""
+    if part is not None and not hasattr(part, "_fields"):
+        raise ScaleStateError(f"{name} is a {type(part).__name__}, not as init made it; {_RESTORE}")
+
+
+@contextlib.contextmanager
+def explained(inner_state: PyTree, made: Callable[[], PyTree]) -> Iterator[None]:
+    """Raise `ScaleStateError` in place of an error, if the inner state has other containers than a new one."""
+    try:
+        yield
+    except Exception as error:
+        as_made: Any = jax.tree.structure(inner_state)
+        with contextlib.suppress(Exception):  # of parameters that are missing or wrong, which `error` is about
+            as_made = jax.tree.structure(jax.eval_shape(made))
+        if as_made == jax.tree.structure(inner_state):
+            raise
+        given = f"inner_state is a {type(inner_state).__name__}, with other containers than init made"
+        raise ScaleStateError(f"{given}; {_RESTORE}") from error
+
+
+def require_gradients_of(params: PyTree, grads: PyTree, updates_of: Callable[[], PyTree] | None = None) -> None:
     """Raise `ValueError` for the first leaf that cannot be a gradient of the parameter in its place.
 
     Gradients may leave out parameters by a part without leaves, such as None, and may hold one for each of n samples.
+    Those of another structure are right if `updates_of` returns updates of the parameters, as `optax.lookahead` does.
     """
     is_empty = lambda node: not jax.tree.leaves(node)  # noqa: E731
     flat: Any = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_empty)
@@ -162,5 +205,9 @@ def require_gradients_of(params: PyTree, grads: PyTree) -> None:
                 found.append(f"have shape {jnp.shape(grad)} at {name}, and the parameter has shape {jnp.shape(param)}")
             elif is_gradient(param) > is_gradient(grad) or getattr(param, "dtype", None) == jax.dtypes.float0:
                 found.append(f"hold no floats at {name}, and the parameter does; gradients come first")
+    structure: Any = jax.tree.structure
+    if found and updates_of is not None and structure(grads) != structure(params):
+        with contextlib.suppress(Exception):  # of an optimizer that does not take them
+            found = found if structure(jax.eval_shape(updates_of)) != structure(params) else []
     if found:
         raise ValueError(f"the gradients {found[0]}; pass what jax.grad returns for these parameters")

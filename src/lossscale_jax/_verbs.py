@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from lossscale_core import PolicyLike, ScaleState, adapters, as_policy
 from lossscale_core.adapters import OverflowReport, require_flag, shown
 from lossscale_jax import _gradients
-from lossscale_jax._gradients import PyTree, Tree, each_finite, gradients_of, is_array, lift, multiply, name_of
+from lossscale_jax._gradients import PyTree, Tree, divide, each_finite, gradients_of, is_array, lift, multiply, name_of
 
 P = ParamSpec("P")
 Params = TypeVar("Params", bound=Any)  # the bound lets pyright accept arithmetic on it in a lambda
@@ -114,7 +114,8 @@ def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
 def unscale(grads: Tree, state: HasLossScale) -> Tree:
     """Divide `grads` by the loss scale.
 
-    Multiplies by the reciprocal of the scale, which is always a normal float32. Does not synchronise with the host.
+    Multiplies by the reciprocal of the scale, which is always a normal float32; float64 gradients are divided, which is
+    exact for every scale. Does not synchronise with the host.
 
     Args:
         grads: A pytree of arrays, such as `jax.grad` of the scaled loss returns.
@@ -126,8 +127,7 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     Raises:
         TypeError: A leaf is not an array, or `state` is not a state.
     """
-    # XLA fuses a product into the operation that reads it, but would store a quotient first.
-    return multiply(grads, 1.0 / loss_scale_of(state, "unscale(grads, state)"))
+    return divide(grads, loss_scale_of(state, "unscale(grads, state)"))
 
 
 def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
@@ -151,7 +151,8 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
     require_flag(grads_finite, "select(grads_finite, new, old)")
 
     def chosen(path: Any, a: Any, b: Any) -> Any:
-        arrays, dtypes = is_array(a) + is_array(b), {leaf.dtype for leaf in (a, b) if hasattr(leaf, "dtype")}
+        # `result_type` is the dtype as JAX has it: that of a NumPy array of float64 is float32 without x64.
+        arrays, dtypes = is_array(a) + is_array(b), {jnp.result_type(x) for x in (a, b) if hasattr(x, "dtype")}
         if arrays == 2 and jnp.shape(a) == jnp.shape(b) and len(dtypes) < 2:
             return (a if grads_finite else b) if isinstance(grads_finite, bool) else jnp.where(grads_finite, a, b)
         if a is b or (arrays == 0 and a == b):
@@ -245,8 +246,7 @@ def value_and_grad(
         grads = grads if axis_name is None else lax.pmean(grads, axis_name)
         finite = all_finite(grads)
         _gradients.require_reduced(finite, state)
-        if axis_name is None:
-            _gradients.require_reduced(value, (state, [args[n] for n in chosen]))
+        _gradients.require_reduced(value, (state, [args[n] for n in chosen]))
         return ScaledGradients(value, aux, grads, finite)
 
     return scaled_value_and_grad

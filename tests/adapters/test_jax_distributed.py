@@ -249,3 +249,22 @@ def test_a_forgotten_axis_name_is_an_error(call):
     mapped = jax.shard_map(step, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match=r"differ along mesh axis 'data'.*axis_name='data'"):
         mapped(_params(), optimizer.init(_params()), _batch(DEVICES))
+
+
+@pytest.mark.parametrize("given", [None, "data", "model", ("data",)])
+def test_one_of_two_axes_that_is_forgotten_is_an_error(given):
+    """A batch that is split over both axes needs both, or its gradients would be summed over the other one."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def step(axis_name):
+        def inner(params, state, images):
+            return value_and_grad(_loss, axis_name=axis_name)(state, params, images).grads
+
+        specs = (P(), P(), P(("data", "model")))
+        return jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=P())
+
+    arguments = _params(), init_state(POLICY), jnp.asarray(_batch(DEVICES))
+    with pytest.raises(ValueError, match=r"losses differ along mesh axis .*, with every axis to combine"):
+        step(given)(*arguments)
+    grads = step(("data", "model"))(*arguments)
+    _assert_close(grads, jax.grad(_loss)(arguments[0], arguments[2]))

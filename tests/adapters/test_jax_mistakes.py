@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax.training.train_state import TrainState
 
-from lossscale_core import DynamicScaling, ScaleWatch, diagnose
+from lossscale_core import DynamicScaling, ScaleWatch, SpikeGuard, diagnose
 from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, value_and_grad
@@ -126,19 +127,75 @@ def test_a_misspelt_setting_is_named():
 # -- mistakes that would be silent -------------------------------------------------------------------------------------
 
 HALVES = {"weight": jnp.ones(3, jnp.float16)}
+ADAM = optax.adam(0.1)
+NAN_OF_ZERO = r"makes NaN of a float16 gradient of zero.*eps=1e-4.* or leave keep_dtypes out"
+
+
+def _sharded(optimizer, params):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.jit(optimizer.init, out_shardings=whole)(params)
+
+
+INITS = {
+    "eager": lambda optimizer, params: optimizer.init(params),
+    "jit": lambda optimizer, params: jax.jit(optimizer.init)(params),
+    "TrainState": lambda optimizer, params: jax.jit(
+        lambda params: TrainState.create(apply_fn=None, params=params, tx=optimizer)
+    )(params),
+    "out_shardings": _sharded,
+    "shapes": lambda optimizer, params: jax.eval_shape(optimizer.init, params),
+}
 
 
 @pytest.mark.parametrize("inner", [optax.adam(0.1), optax.adamw(0.1), optax.rmsprop(0.1, eps=1e-9)])
 def test_an_eps_that_is_zero_in_float16(inner):
     """The first gradient of zero would make the parameters NaN for good."""
     refused = loss_scaled(inner, POLICY, keep_dtypes=True)
-    with pytest.raises(
-        PolicyError, match=r"makes NaN of a float16 gradient of zero.*eps=1e-4.* or leave keep_dtypes out"
-    ):
-        refused.init(HALVES)
-    refused.init({"weight": jnp.ones(3, jnp.bfloat16)})
-    jax.jit(refused.init)(HALVES)  # has no values to look at
-    loss_scaled(inner, POLICY).init(HALVES)
+    for init in INITS.values():
+        with pytest.raises(PolicyError, match=NAN_OF_ZERO):
+            init(refused, HALVES)
+        init(refused, {"weight": jnp.ones(3, jnp.bfloat16)})
+        init(loss_scaled(inner, POLICY), HALVES)
+
+
+DEEP = {"matrix": jnp.ones((256, 256), jnp.float16), "vector": jnp.ones(3, jnp.float16), "wide": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("inner", "params"),
+    [
+        (optax.radam(0.1), HALVES),  # divides by the second moment from its sixth step on
+        (optax.adafactor(0.1, eps=0.0, clipping_threshold=None, momentum=None), DEEP),  # where it factors
+        (optax.partition({"a": optax.sgd(0.1), "b": ADAM}, {"matrix": "a", "vector": "b", "wide": "a"}), DEEP),
+        (optax.masked(ADAM, {"matrix": False, "vector": True, "wide": True}), DEEP),
+        (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), HALVES),
+        (ADAM, jnp.ones((), jnp.float16)),
+    ],
+    ids=["sixth step", "factored", "one group", "mask", "injected", "scalar"],
+)
+def test_where_an_eps_is_zero_in_float16(inner, params):
+    """In a later step, in a large leaf, in one group of parameters: eagerly and compiled."""
+    for init in INITS.values():
+        with pytest.raises(PolicyError, match=NAN_OF_ZERO):
+            init(loss_scaled(inner, POLICY, keep_dtypes=True), params)
+
+
+def test_the_question_does_not_grow_with_the_model():
+    """A billion elements in two hundred leaves: 16 steps of one small leaf for each dtype and number of dimensions."""
+    steps, sizes = [], []
+
+    def update(grads, state, params):
+        steps.append(len(jax.tree.leaves(grads)))
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves((grads, state, params))))
+        return optax.adam(0.1, eps=1e-4).update(grads, state, params)
+
+    inner = optax.GradientTransformation(optax.adam(0.1, eps=1e-4).init, update)
+    halves = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((10**9,), (1000, 1000, 1000), (4096, 4096))]
+    params = [*halves * 60, jax.ShapeDtypeStruct((10**9,), jnp.float32)]
+    jax.eval_shape(loss_scaled(inner, POLICY, keep_dtypes=True).init, params)
+    assert steps == [4] * 32  # with all axes cut to 1, and then to 128
+    assert max(sizes) < 2**20
 
 
 @pytest.mark.parametrize(
@@ -162,17 +219,43 @@ def test_gradients_and_parameters_in_each_others_place():
             optimizer.apply_gradients(params, opt_state, {"weight": jnp.ones(3), "count": gradient})
 
 
-@pytest.mark.parametrize("restored", [list, lambda state: {str(n): each for n, each in enumerate(state)}])
-def test_an_inner_state_restored_without_its_types(restored):
-    """The sentence says how to restore it."""
-    optimizer = loss_scaled(optax.adam(0.1), POLICY)
-    opt_state = optimizer.init(PARAMS)
-    opt_state = opt_state._replace(inner_state=restored(opt_state.inner_state))
+RESTORED = {
+    "list": lambda state: state._replace(inner_state=list(state.inner_state)),
+    "dict": lambda state: state._replace(inner_state={str(n): each for n, each in enumerate(state.inner_state)}),
+    "list within": lambda state: state._replace(inner_state=(list(state.inner_state[0]), *state.inner_state[1:])),
+    "dict within": lambda state: state._replace(inner_state=(state.inner_state[0]._asdict(), state.inner_state[1])),
+    "scale_state": lambda state: state._replace(scale_state=state.scale_state._asdict()),
+    "scale_state as a list": lambda state: state._replace(scale_state=list(state.scale_state)),
+    "window": lambda state: state._replace(window=state.window._asdict()),
+    "guard_state": lambda state: state._replace(guard_state=list(state.guard_state)),
+}
+
+
+@pytest.mark.parametrize("part", RESTORED)
+def test_a_state_restored_without_its_types(part):
+    """The sentence names the part and says how to restore it; also where the scale state is looked for."""
+    settings = {"accumulation_steps": 2, "guard": SpikeGuard()} if part in ("window", "guard_state") else {}
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
+    opt_state = RESTORED[part](optimizer.init(PARAMS))
+    name = "inner_state" if part in ("list", "dict") or "within" in part else part.split()[0]
+    message = rf"{name} is a (list|dict|tuple), .*; restore the checkpoint into what init returns"
     for step in (optimizer.update, jax.jit(optimizer.apply_gradients)):
-        with pytest.raises(
-            ScaleStateError, match=r"inner_state is a (list|dict), .*; restore the checkpoint into what"
-        ):
+        with pytest.raises(ScaleStateError, match=message):
             step(PARAMS, opt_state, PARAMS)
+    if name == "scale_state":
+        with pytest.raises(ScaleStateError, match=message):
+            get_scale_state(opt_state)
+
+
+def test_an_error_of_the_wrapped_optimizer_is_its_own():
+    """If its state is as its `init` made it."""
+
+    def update(grads, state, params=None):
+        raise AttributeError("the schedule is missing")
+
+    optimizer = loss_scaled(optax.GradientTransformation(optax.adam(0.1).init, update), POLICY)
+    with pytest.raises(AttributeError, match="the schedule is missing"):
+        optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
 
 
 def test_a_wrapped_optimizer_may_keep_a_list():
@@ -208,3 +291,16 @@ def test_without_its_packages_the_import_says_what_to_install(missing):
     assert f"lossscale_jax {said}" in result.stderr
     assert f"import of {missing} halted" in result.stderr
     assert "direct cause" in result.stderr
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep_dtypes": True}, {"accumulation_steps": 2}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("method", ["update", "apply_gradients"])
+def test_eager_steps_on_numpy_float64(method, settings):
+    """Without x64 JAX computes in float32 with such parameters; the step is applied, and skipped."""
+    params, optimizer = {"weight": np.ones(2)}, loss_scaled(optax.adam(0.1), POLICY, **settings)
+    opt_state = optimizer.init(params)
+    for size in (1.0, 1.0, np.inf, np.inf):
+        grads = {"weight": np.full(2, size)}
+        result, opt_state = getattr(optimizer, method)(grads, opt_state, params)
+        assert result["weight"].dtype == jnp.float32
+    assert int(get_scale_state(opt_state).skipped_steps) == 2 // settings.get("accumulation_steps", 1)

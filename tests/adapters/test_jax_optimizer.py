@@ -270,6 +270,28 @@ def test_a_rebuilt_optimizer_has_everything(rebuild):
         assert bits(getattr(rebuilt, way)(GRADS, opt_state, PARAMS)) == bits(expected)
 
 
+LOOKAHEAD = optax.LookaheadParams.init_synced(PARAMS)
+
+
+@WAYS
+@WRAPS
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_lookahead_takes_gradients_of_its_fast_parameters(way, wrap, skip):
+    """Their structure is not that of the parameters, but that of its updates is; those of another one are refused."""
+    optimizer, plain = loss_scaled(optax.lookahead(optax.sgd(0.5), 2, 0.5), POLICY, skip=skip), optax.sgd(0.5)
+    step = wrap(way(optimizer))
+    carry = step(LOOKAHEAD, optimizer.init(LOOKAHEAD), _times(GRADS, SCALE))
+    expected = optax.apply_updates(PARAMS, plain.update(GRADS, plain.init(PARAMS))[0])
+    assert bits(carry[0].fast) == bits(expected)
+    params, opt_state = step(*carry, BAD)
+    assert bits((params, opt_state.inner_state)) == bits((carry[0], carry[1].inner_state))
+    params, _ = step(params, opt_state, _times(GRADS, SCALE / 2))
+    assert bits(params.fast) == bits(params.slow) != bits(PARAMS)  # after two applied steps
+    for wrong in (LOOKAHEAD, {"w": GRADS["w"]}, {**GRADS, "w": jnp.ones(3)}):
+        with pytest.raises((ValueError, TypeError)):
+            step(LOOKAHEAD, optimizer.init(LOOKAHEAD), wrong)
+
+
 DROPPING = {
     "apply_if_finite": lambda scaled: optax.apply_if_finite(scaled, 100),
     "skip_not_finite": lambda scaled: optax.MultiSteps(scaled, 1, should_skip_update_fn=optax.skip_not_finite),

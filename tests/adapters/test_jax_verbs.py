@@ -3,9 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from lossscale_jax import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
+import lossscale_core
+from lossscale_core import FixedScaling
+from lossscale_jax import all_finite, init_state, loss_scaled, overflow_report, scale, select, unscale, value_and_grad
+from tests.jax_names import enable_x64
 
 
 def _loss(params, inputs):
@@ -112,3 +116,31 @@ def test_overflow_report():
     assert overflow_report({"w": jnp.ones(2)}) == []
     assert overflow_report(grads, loss=jnp.float32(1.0)).verdict.startswith("finite loss: a smaller loss scale usually")
     assert overflow_report(grads, loss=float("nan")).verdict.startswith("the loss itself is NaN or infinite")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_float64_gradients_are_divided_as_in_numpy(wrap, dtype):
+    """Bit for bit, also by a scale that is not a power of two: by the verb, and by the wrapped optimizer."""
+    grads, policy = np.random.default_rng(0).standard_normal(1000).astype(dtype), FixedScaling(1234.567)
+    expected = lossscale_core.unscale(grads, policy.init_state())
+    optimizer = loss_scaled(optax.sgd(-1.0), policy)
+    windowed = loss_scaled(optax.sgd(-1.0), policy, accumulation_steps=3, drop="micro_batch")
+    with enable_x64():
+        assert (wrap(unscale)(grads, init_state(policy)) == expected).all()
+        zeros = jnp.zeros(1000, dtype)
+        applied, _ = wrap(optimizer.apply_gradients)(grads, optimizer.init(zeros), zeros)
+        assert (applied == expected).all()
+        opt_state, mean = windowed.init(zeros), zeros
+        for micro_batch in (grads, grads, jnp.full_like(grads, np.inf)):
+            mean, opt_state = wrap(windowed.apply_gradients)(micro_batch, opt_state, mean)
+        np.testing.assert_allclose(mean, expected, rtol=1e-15)
+
+
+def test_select_takes_numpy_float64_without_x64():
+    """JAX computes in float32 with it, so that the new value is a float32 array."""
+    old = {"w": np.ones(2)}
+    new = {"w": jnp.full(2, 3.0)}
+    for flag in (jnp.asarray(True), jnp.asarray(False)):
+        chosen = select(flag, new, old)["w"]
+        assert (chosen.dtype, chosen.tolist()) == (jnp.float32, [3.0 if flag else 1.0] * 2)
