@@ -13,8 +13,6 @@ from lossscale_torch._gradients import Gradients, params_of
 from lossscale_torch._optimizers import Fused, kind_of
 from lossscale_torch._state import UNSCALED, combined, is_being_recorded
 
-_LARGEST = torch.finfo(torch.float32).max
-
 
 def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float, is_guarded: bool = False) -> Tensor:
     """Unscale and clip; return the norm before clipping. A guarded optimizer, if fused, clips by its own kernel."""
@@ -54,21 +52,20 @@ def _clip_scaled(
     device, groups = scale.device, ranks.groups_of_norm(optimizers)
     stays = (not scale.is_cpu or is_being_recorded()) and all(kind_of(each) is Fused for each in optimizers)
     read = None if stays else lambda norm: scaler._read([], norm)[0]
-    scaled, found = gradients.norm(order, device, groups, ranks.norm_group, read)  # `read` is the one wait of a step
-    is_double = torch.float64 in [bucket[0].dtype for bucket in gradients.buckets]
-    dtype = torch.float64 if is_double else torch.float32
+    scaled, is_bad = gradients.norm(order, device, groups, ranks.norm_group, read)  # `read` is the one wait of a step
+    dtype = gradients.norm_dtype
     factor: Tensor | float
     if stays:
-        value, flag = scaled / scale, found.float()
-        factor = torch.where(flag == 0.0, _clip_factor(value, max_norm) / scale, 1.0).float()
+        value, flag = scaled / scale, is_bad.float()
+        factor = torch.where(is_bad, 1.0, _clip_factor(value, max_norm) / scale)
         norm = value.to(dtype)
     else:
         if isinstance(scaled, Tensor):
-            scaled, found = scaler._read([], scaled, found)
-        loss_scale, flag = scaler._scale_on_host(), torch.tensor(found)
+            scaled, is_bad = scaler._read([], scaled, is_bad)
+        loss_scale, flag = scaler._scale_on_host(), torch.tensor(float(is_bad))
         value = scaled / loss_scale
-        factor = 1.0 if found else _clip_factor(value, max_norm) / loss_scale
-        norm = torch.full_like(scale, math.inf if value > _LARGEST and not is_double else value, dtype=dtype)
+        factor = 1.0 if is_bad else _clip_factor(value, max_norm) / loss_scale
+        norm = torch.full_like(scale, math.inf if value > torch.finfo(dtype).max else value, dtype=dtype)
     if is_guarded and kind_of(optimizers[0]) is Fused:
         divisor = 1.0 / factor if stays or factor else math.inf
         records[0]["factor"] = torch.as_tensor(divisor, dtype=torch.float32)
@@ -90,8 +87,8 @@ def _clip_unscaled(scaler: Any, optimizers: list[Any], max_norm: float, order: f
     device = next((param.device for each in optimizers for param in params_of(each)), torch.device("cpu"))
     norm: Tensor = gradients.norm(order, device, ranks.groups_of_norm(optimizers), ranks.norm_group)[0]
     if max_norm < math.inf:
-        gradients.multiply_(_clip_factor(norm, max_norm).float())
-    return norm if torch.float64 in [bucket[0].dtype for bucket in gradients.buckets] else norm.float()
+        gradients.multiply_(_clip_factor(norm, max_norm))
+    return norm.to(gradients.norm_dtype)
 
 
 def _clip_factor(norm: Any, max_norm: float) -> Any:

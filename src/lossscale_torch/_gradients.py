@@ -26,7 +26,7 @@ class Gradients:
     raised, with torch's message, for float16 unless `allow_half`.
     """
 
-    __slots__ = ("_grads", "_values", "buckets")
+    __slots__ = ("_grads", "_values", "buckets", "norm_dtype")
 
     def __init__(self, optimizers: list[Any], allow_half: bool = True) -> None:
         self._grads = self._values = grads = _grads_of(optimizers)
@@ -37,9 +37,10 @@ class Gradients:
             self._grads = [_writable(param) for param in params]
             self._values = [values_of(grad) for grad in self._grads]
             self.buckets = buckets(self._values)
-        for bucket in self.buckets:
-            if bucket[0].dtype is torch.float16 and not allow_half:
-                raise ValueError(_half_gradients(optimizers))
+        dtypes = [bucket[0].dtype for bucket in self.buckets]
+        if torch.float16 in dtypes and not allow_half:
+            raise ValueError(_half_gradients(optimizers))
+        self.norm_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
 
     def check_and_multiply_(self, factor: Tensor, found_inf: Tensor) -> dict[Any, Tensor]:
         """Multiply in place; return for each device 1.0 if a gradient was not finite, else 0.0.
@@ -63,11 +64,11 @@ class Gradients:
         norm_group: Any = None,
         read: Callable[[Tensor], float] | None = None,
     ) -> tuple[Any, Any]:
-        """Return the norm of all elements on all ranks, and whether one of them is not finite: 1.0, else 0.0.
+        """Return the norm of all elements on all ranks, and whether one of them is not finite.
 
-        Both are tensors of shape `()` on `device`, in float64 where it has that, or numbers if `read` was called. The
-        norm is infinite if powers of finite elements leave the dtype. Each rank calls one all-reduce for each group, in
-        which it has 0 for the gradients that it lacks.
+        Both are tensors of shape `()` on `device`, of the norm in float64 if `device` has it; or a number and a bool,
+        by `read`. The norm is infinite if powers of finite elements leave the dtype. Each rank calls one all-reduce for
+        each group, in which it has 0 for the gradients that it lacks.
 
         Args:
             order: The order of the norm, above 0.
@@ -79,9 +80,9 @@ class Gradients:
                 gradients, which is then only computed in float64 if it is not finite or tiny.
         """
         if read is not None and order == 2.0 and not groups and self._values:
-            value = read(_norm_of_order_2(self.buckets, device))
+            value = read(self._norm_of_order_2(device))
             if _SMALL <= value < math.inf or math.isnan(value):  # a sum of finite squares is not NaN
-                return value, float(math.isnan(value))
+                return value, math.isnan(value)
         dtype = torch.float64 if device.type in HAVE_FLOAT64 else torch.float32
         norms, is_exact = self._norms(order, groups, norm_group)
         parts = {
@@ -95,21 +96,21 @@ class Gradients:
         else:
             total = next(iter(parts.values())) if len(parts) == 1 else torch.stack([*parts.values()]).amax()
         if is_exact:
-            flag = (~(total < math.inf)).to(dtype)  # true for NaN, too, and one kernel where `isfinite` takes four
+            is_bad = ~(total < math.inf)  # true for NaN, too, and one kernel where `isfinite` takes four
         else:
             one = torch.ones((), dtype=torch.float32, device=device)
             found = self.check_and_multiply_(one, torch.zeros_like(one)).values()
-            flag = torch.stack([moved(each, device).to(dtype) for each in found]).amax()
+            is_bad = torch.stack([moved(each, device) for each in found]).amax() != 0.0
         if groups:
-            row = torch.stack([torch.where(flag == 0.0, total, 0.0), flag])
+            row = torch.stack([torch.where(is_bad, 0.0, total), is_bad.to(dtype)])
             operation = torch.distributed.ReduceOp.MAX if order == math.inf else torch.distributed.ReduceOp.SUM
             for group in groups:
                 torch.distributed.all_reduce(row, op=operation, group=group)
-            total, flag = row[0], (row[1] != 0.0).to(dtype)
+            total, is_bad = row[0], row[1] != 0.0
             if order != math.inf:
                 total = total.sqrt() if order == 2.0 else total ** (1.0 / order)
-            total = torch.where(flag == 0.0, total, math.nan)
-        return total, flag
+            total = torch.where(is_bad, math.nan, total)
+        return total, is_bad
 
     def _norms(self, order: float, groups: Sequence[Any], norm_group: Any) -> tuple[dict[int, list[Tensor]], bool]:
         """Return the norms of tensors, by the number of copies on all ranks, and if these show what is not finite."""
@@ -140,13 +141,29 @@ class Gradients:
                 norms.setdefault(count, []).extend(torch._foreach_norm(bucket, order, dtype=dtype))
         return norms, is_exact
 
+    def _norm_of_order_2(self, device: torch.device) -> Tensor:
+        """Return the norm in the dtype of the gradients, at least float32; not finite if squares leave it."""
+        norms = []
+        for bucket in self.buckets:
+            if bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
+                norm = _norm_by_dots(bucket)
+            else:
+                dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
+                norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, 2.0, dtype=dtype)))
+            norms.append(moved(norm, device))
+        if len(norms) == 1:
+            return norms[0]
+        return torch.linalg.vector_norm(torch.stack([each.to(self.norm_dtype) for each in norms]))
+
     @torch.no_grad()
     def multiply_(self, factor: float | Tensor) -> None:
-        """Multiply finite gradients in place by a number, or by a float32 tensor of shape `()`."""
+        """Multiply finite gradients in place by a number, or by a tensor of shape `()`."""
         for bucket in self.buckets:
+            is_double = bucket[0].dtype is torch.float64
             if isinstance(factor, Tensor):
-                torch._foreach_mul_(bucket, moved(factor, bucket[0].device))
-            elif bucket[0].dtype is torch.float64:
+                factor_there = factor if is_double else factor.float()
+                torch._foreach_mul_(bucket, moved(factor_there, bucket[0].device))
+            elif is_double:
                 torch._foreach_mul_(bucket, factor)
             else:  # by the kernel that also checks, which takes a fifth of the time for small tensors
                 flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
@@ -272,22 +289,6 @@ def _copies_of(layout: Any, groups: list[Any]) -> int:
         mesh, placements = layout
         sharded = [mesh.get_group(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
     return math.prod(torch.distributed.get_world_size(group) for group in groups if group not in sharded)
-
-
-def _norm_of_order_2(all_buckets: list[Bucket], device: torch.device) -> Tensor:
-    """Return the 2-norm in the dtype of the gradients, at least float32; not finite if squares leave it."""
-    norms = []
-    for bucket in all_buckets:
-        if bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
-            norm = _norm_by_dots(bucket)
-        else:
-            dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, 2.0, dtype=dtype)))
-        norms.append(moved(norm, device))
-    if len(norms) == 1:
-        return norms[0]
-    dtype = torch.float64 if any(each.dtype is torch.float64 for each in norms) else torch.float32
-    return torch.linalg.vector_norm(torch.stack([each.to(dtype) for each in norms]))
 
 
 def _norm_by_dots(bucket: Bucket) -> Tensor:

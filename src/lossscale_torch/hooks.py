@@ -490,8 +490,9 @@ class Watch(Hook):
 def total_norm(optimizers: list[Any], device: torch.device, groups: list[Any], norm_group: Any) -> Tensor:
     """Return the 2-norm of unscaled gradients on all ranks: shape `()`. Does not synchronise with the host."""
     read = Tensor.item if device.type == "cpu" and not is_being_recorded() else None
-    norm, _ = Gradients(optimizers).norm(2.0, device, groups, norm_group, read)
-    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64)
+    gradients = Gradients(optimizers)
+    norm, _ = gradients.norm(2.0, device, groups, norm_group, read)
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype)
 
 
 def require_hooks(hooks: Any) -> list[Hook]:
