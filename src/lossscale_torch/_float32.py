@@ -169,7 +169,9 @@ def float32_plan(
         limit: How many modules to name before it stops.
 
     Returns:
-        The plan. `print` it, and pass its `modules` to `keep_in_float32` before training.
+        The plan: `print` it, and pass its `modules` to `keep_in_float32` before training. `patterns` are the same, with
+        one pattern for several blocks; `before` and `after` are range reports, of several batches the worst; `note`
+        says what still overflows and what to do, or what would do without some of the modules, and is mostly empty.
 
     Raises:
         TypeError: As for `range_report`.

@@ -1,6 +1,6 @@
 """A page of code as users of PyTorch write it, which type checkers must understand: `nox -s typing`."""
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y
     assert_type(scaler.last_step, StepInfo | None)
     scaler.load_state_dict(scaler.state_dict())
     return info
+
+
+def plan(model: torch.nn.Module, x: Tensor) -> tuple[str, ...]:
+    """Find what must run in float32, and run it so."""
+    found = lossscale_torch.float32_plan(model, [lambda: assert_type(model(x), Any).mean()], at_least=2.0)
+    with lossscale_torch.keep_in_float32(model, found.modules):
+        model(x)
+    assert_type(found.after.init_scale, float | None)
+    return found.modules
 
 
 def by_hand(params: list[Tensor], loss: Tensor) -> list[Tensor]:
