@@ -44,37 +44,29 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def _map(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> Any:
+    for other in others:
+        _require_same(path, tree, other)
     if not isinstance(tree, _CONTAINERS):
-        for other in others:
-            _require_leaf(path, tree, other)
         return function(tree, *others)
     keys = list(tree) if isinstance(tree, dict) else range(len(tree))
-    for other in others:
-        _require_same_keys(path, tree, other)
     mapped = [_map(function, f"{path}[{key!r}]", tree[key], *(other[key] for other in others)) for key in keys]
     return _rebuild(tree, keys, mapped)
 
 
-def _require_leaf(path: str, leaf: Any, other: Any) -> None:
-    """Require that `other` is a leaf too, and an array of the same shape if `leaf` is an array."""
-    is_container = isinstance(other, _CONTAINERS)
-    if is_container or (leaf is None) != (other is None) or getattr(leaf, "shape", ()) != getattr(other, "shape", ()):
-        raise _difference(path, leaf, other)
-
-
-def _require_same_keys(path: str, tree: Any, other: Any) -> None:
-    same = type(tree) is type(other) and len(tree) == len(other)
-    if same and isinstance(tree, dict):
-        same = tree.keys() == other.keys()
-    if not same:
-        raise _difference(path, tree, other)
-
-
-def _difference(path: str, tree: Any, other: Any) -> ValueError:
-    return ValueError(
-        f"the structures differ at {path or 'the top'}: {_describe(tree)} against {_describe(other)}; "
-        "pass two trees of the same containers, keys and shapes"
-    )
+def _require_same(path: str, tree: Any, other: Any) -> None:
+    """Require the same container with the same keys, or for a leaf a leaf of the same shape."""
+    if not isinstance(tree, _CONTAINERS):
+        is_leaf = not isinstance(other, _CONTAINERS) and (tree is None) == (other is None)
+        is_same = is_leaf and getattr(tree, "shape", ()) == getattr(other, "shape", ())
+    elif isinstance(tree, dict):
+        is_same = type(tree) is type(other) and tree.keys() == other.keys()
+    else:
+        is_same = type(tree) is type(other) and len(tree) == len(other)
+    if not is_same:
+        raise ValueError(
+            f"the structures differ at {path or 'the top'}: {_describe(tree)} against {_describe(other)}; "
+            "pass two trees of the same containers, keys and shapes"
+        )
 
 
 def _describe(tree: Any) -> str:

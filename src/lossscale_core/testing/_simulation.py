@@ -104,8 +104,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
     try:
         magnitudes = np.asarray(gradient_max, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(
+        raise TypeError(
             f"gradient_max={shown(gradient_max)} must be a sequence of numbers; call simulate_gradients(policy, "
             "gradient_max), with magnitudes such as [1.0, 2.0]"
         ) from error
