@@ -25,11 +25,11 @@ CULPRITS = {2: 1, 5: 0}
 SETTINGS = {"device": "cpu", "init_scale": 2.0**10, "growth_interval": 2}
 
 
-def _run(source, kind=GradScaler, **names):
-    """Run a recipe on a CPU, with a kind of scaler that grows soon; return all names."""
-    source = source.replace("from lossscale_torch import GradScaler", "").replace('"cuda"', "")
-    names |= {"GradScaler": kind, "SETTINGS": SETTINGS}
-    exec(compile(source.replace("GradScaler(", "GradScaler(**SETTINGS, ").replace(", )", ")"), PAGE, "exec"), names)
+def _run(source, **names):
+    """Run a recipe on a CPU, with a scale that grows soon; return all names."""
+    source = source.replace('"cuda"', "").replace("GradScaler(", "GradScaler(**SETTINGS, ").replace(", )", ")")
+    names["SETTINGS"] = SETTINGS
+    exec(compile(source, PAGE, "exec"), names)
     return names
 
 
@@ -123,74 +123,64 @@ def _parts_of(layout):
     return model, _Container([torch.optim.AdamW(part.parameters(), lr=0.01, fused=True) for part in parts])
 
 
-class _ByHand(torch.amp.GradScaler):
-    """torch's scaler, with the norm of whole gradients, by which all ranks and all of a container step or none."""
-
-    def __init__(self, *, norm_group=None, **settings):
-        super().__init__(**settings)
-        self.norm_group = norm_group
-
-    def unscale_and_clip_(self, container, max_norm):
-        """Clip by torch's functions; return the norm."""
-        params = [param for group in container.param_groups for param in group["params"] if param.grad is not None]
-        for each in container.optimizers:
-            self.unscale_(each)
-        norm = torch.nn.utils.get_total_norm([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in params])
-        if self.norm_group is not None:
-            dist.all_reduce(norm.square_(), group=self.norm_group)
-            norm.sqrt_()
-        for param in params:
-            torch.nn.utils.clip_grads_with_norm_([param], max_norm, norm)
-        self.last_step = SimpleNamespace(applied=norm.isfinite())
-        return norm
-
-    def step(self, container):
-        """Step each optimizer."""
-        for each in container.optimizers:
-            for flag in self._found_inf_per_device(each).values():
-                flag.copy_(~self.last_step.applied)
-            super().step(each)
-
-    def update(self):
-        """Return the outcome."""
-        super().update()
-        return self.last_step
-
-
-def _torchtitan(kind, data, optimizer, max_norm, **names):
-    source = code_of(PAGE, "torchtitan, FSDP2").replace("max_norm=1.0", f"max_norm={max_norm}")
-    data = [[(micro_batch, 1.0) for micro_batch in micro_batches] for micro_batches in data]
-    names |= {"optimizers": optimizer, "lr_schedulers": names["lr_scheduler"], "data": data, "loss_fn": _loss_fn}
-    scaler = _run(source, kind, **names)["scaler"]
-    assert kind is _ByHand or optimizer.steps == STEPS  # with its hooks, also where fused optimizers skip themselves
+def _as_torch(model, optimizer, schedule, max_norm, data):
+    """Train by torch's scaler and functions; by the norm of all gradients, all ranks and optimizers step or none."""
+    scaler, params = torch.amp.GradScaler(**SETTINGS), [*model.parameters()]
+    for micro_batches in data:
+        optimizer.zero_grad()
+        for micro_batch in micro_batches:
+            scaler.scale(_loss_fn(model(micro_batch), 1.0) / 2).backward()
+        for each in optimizer.optimizers:
+            scaler.unscale_(each)
+        if isinstance(model, FullyShardedDataParallel):
+            norm = model.clip_grad_norm_(max_norm)
+        else:
+            norm = torch.nn.utils.get_total_norm([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in params])
+            for param in params:
+                torch.nn.utils.clip_grads_with_norm_([param], max_norm, norm)
+        for each in optimizer.optimizers:
+            for flag in scaler._found_inf_per_device(each).values():
+                flag.copy_(~norm.isfinite())
+            scaler.step(each)
+        scaler.update()
+        if norm.isfinite():
+            schedule.step()
     return scaler
 
 
-def _verl(kind, data, model, max_norm, **parts):
-    engine = _run(code_of(PAGE, "verl"), FSDPEngine=SimpleNamespace)["Float16Engine"](**parts)
-    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
-    settings = {**SETTINGS, "norm_group": model.process_group if is_fsdp1 else None}
-    engine.optimizer_config, engine.scaler = SimpleNamespace(clip_grad=max_norm), kind(**settings)
+def _torchtitan(model, optimizer, schedule, max_norm, data):
+    source = code_of(PAGE, "torchtitan, FSDP2").replace("max_norm=1.0", f"max_norm={max_norm}")
+    data = [[(micro_batch, 1.0) for micro_batch in micro_batches] for micro_batches in data]
+    names = {"model": model, "optimizers": optimizer, "lr_schedulers": schedule, "data": data}
+    scaler = _run(source, loss_fn=_loss_fn, **names)["scaler"]
+    assert optimizer.steps == STEPS  # with its hooks, also where fused optimizers skip themselves
+    return scaler
+
+
+def _verl(model, optimizer, schedule, max_norm, data):
+    config, is_fsdp1 = SimpleNamespace(clip_grad=max_norm), isinstance(model, FullyShardedDataParallel)
+    engine = _run(code_of(PAGE, "verl"), FSDPEngine=SimpleNamespace)["Float16Engine"](optimizer_config=config)
+    engine.optimizer, engine.lr_scheduler, state = optimizer, schedule, None
     for micro_batches in data:
-        state = engine.scaler.state_dict()
-        engine.scaler = kind(**settings)
-        engine.scaler.load_state_dict(state)
-        engine.optimizer.zero_grad()
+        engine.scaler = GradScaler(**SETTINGS, norm_group=model.process_group if is_fsdp1 else None)
+        if state is not None:  # each step continues from a checkpoint
+            engine.scaler.load_state_dict(state)
+        optimizer.zero_grad()
         for micro_batch in micro_batches:
             engine.scaler.scale(_loss_fn(model(micro_batch), 1.0) / 2).backward()
         engine.optimizer_step()
         engine.lr_scheduler_step()
+        state = engine.scaler.state_dict()
     return engine.scaler
 
 
 def _compare(rank, world_size, recipe, layout):
     for max_norm, tolerance in ((1e6, 0.0), (0.1, 1e-5)):
         found = []
-        for kind in (GradScaler, _ByHand):
+        for train in (recipe, _as_torch):
             model, optimizer = _parts_of(layout)
             schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizers[0], 1, 0.9)
-            parts = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule, "max_norm": max_norm}
-            scaler = recipe(kind, _data(rank), **parts)
+            scaler = train(model, optimizer, schedule, max_norm, _data(rank))
             found.append([*_local(model), torch.tensor([scaler.get_scale(), schedule.last_epoch])])
         torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
         assert schedule.last_epoch == STEPS - len(CULPRITS) - (layout == "experts")
