@@ -85,16 +85,8 @@ class Gradients:
                 return value, math.isnan(value)
         dtype = torch.float64 if device.type in HAVE_FLOAT64 else torch.float32
         norms, is_exact = self._norms(order, groups, norm_group)
-        parts = {
-            copies: torch.linalg.vector_norm(torch.stack([moved(each, device).to(dtype) for each in some]), order)
-            for copies, some in norms.items()
-        }
-        if not parts:
-            parts[1] = torch.zeros((), dtype=dtype, device=device)
-        if groups and order != math.inf:
-            total = torch.stack([part**order / copies for copies, part in parts.items()]).sum()
-        else:
-            total = next(iter(parts.values())) if len(parts) == 1 else torch.stack([*parts.values()]).amax()
+        norms = [moved(each, device).to(dtype) for each in norms] or [torch.zeros((), dtype=dtype, device=device)]
+        total = torch.linalg.vector_norm(torch.stack(norms), order)
         if is_exact:
             is_bad = ~(total < math.inf)  # true for NaN, too, and one kernel where `isfinite` takes four
         else:
@@ -102,18 +94,21 @@ class Gradients:
             found = self.check_and_multiply_(one, torch.zeros_like(one)).values()
             is_bad = torch.stack([moved(each, device) for each in found]).amax() != 0.0
         if groups:
-            row = torch.stack([torch.where(is_bad, 0.0, total), is_bad.to(dtype)])
-            operation = torch.distributed.ReduceOp.MAX if order == math.inf else torch.distributed.ReduceOp.SUM
+            is_largest = order == math.inf
+            part = total if is_largest else total**order
+            row = torch.stack([torch.where(is_bad, 0.0, part), is_bad.to(dtype)])
+            operation = torch.distributed.ReduceOp.MAX if is_largest else torch.distributed.ReduceOp.SUM
             for group in groups:
                 torch.distributed.all_reduce(row, op=operation, group=group)
-            total, is_bad = row[0], row[1] != 0.0
-            if order != math.inf:
-                total = total.sqrt() if order == 2.0 else total ** (1.0 / order)
-            total = torch.where(is_bad, math.nan, total)
+            is_bad = row[1] != 0.0
+            total = torch.where(is_bad, math.nan, row[0] if is_largest else row[0] ** (1.0 / order))
         return total, is_bad
 
-    def _norms(self, order: float, groups: Sequence[Any], norm_group: Any) -> tuple[dict[int, list[Tensor]], bool]:
-        """Return the norms of tensors, by the number of copies on all ranks, and if these show what is not finite."""
+    def _norms(self, order: float, groups: Sequence[Any], norm_group: Any) -> tuple[list[Tensor], bool]:
+        """Return the norms of tensors, and if these show what is not finite.
+
+        The norm of what has n copies on the ranks is divided, so that the n copies together count once.
+        """
         by_kind: dict[tuple[int, bool], list[Tensor]] = {}
         copies: dict[Any, int] = {}
         grad: Any
@@ -123,22 +118,19 @@ class Gradients:
                 if layout not in copies:
                     copies[layout] = _copies_of(layout, [each for each in groups if each is not norm_group])
                 by_kind.setdefault((copies[layout], grad.is_complex() and order != 2.0), []).append(values)
-        norms: dict[int, list[Tensor]] = {}
+        norms: list[Tensor] = []
         is_exact = True
         for (count, is_complex), some in by_kind.items():
             for bucket in buckets(some):
-                is_double, has_double = bucket[0].dtype is torch.float64, bucket[0].device.type in HAVE_FLOAT64
-                if is_complex:
-                    bucket = [torch.view_as_complex(each).abs() for each in bucket]
+                has_double = bucket[0].device.type in HAVE_FLOAT64
+                is_held = has_double and bucket[0].dtype is not torch.float64 and order <= _EXACT_UP_TO
+                is_exact = is_exact and not is_complex and (is_held or order == math.inf)
                 dtype: Any = torch.float64 if has_double else torch.float32
                 if order == math.inf and bucket[0].dtype.itemsize >= 4:
                     dtype = None
-                is_exact = (
-                    is_exact
-                    and not is_complex
-                    and (order == math.inf or (has_double and not is_double and order <= _EXACT_UP_TO))
-                )
-                norms.setdefault(count, []).extend(torch._foreach_norm(bucket, order, dtype=dtype))
+                parts = [torch.view_as_complex(each).abs() for each in bucket] if is_complex else bucket
+                found = torch._foreach_norm(parts, order, dtype=dtype)
+                norms += torch._foreach_div(found, count ** (1.0 / order)) if count > 1 else found
         return norms, is_exact
 
     def _norm_of_order_2(self, device: torch.device) -> Tensor:
