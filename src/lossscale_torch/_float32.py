@@ -92,9 +92,9 @@ def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args
     is_eager = not torch.compiler.is_compiling()
     if is_eager:
         _require_float32_parameters(module, name)
-    devices = {each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-    devices |= {param.device.type for param in itertools.islice(module.parameters(), 1)}
-    device = next(iter(devices - {"cpu", "meta"}), "cpu")
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    places = [each.device.type for each in (*tensors, *itertools.islice(module.parameters(), 1))]
+    device = next((place for place in places if place not in ("cpu", "meta")), "cpu")
     with torch.autocast(device, enabled=False):
         result = forward(*map(in_float32, args), **{key: in_float32(value) for key, value in kwargs.items()})
     for given, copy in copies.items() if is_eager else ():

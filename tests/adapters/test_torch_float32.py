@@ -215,22 +215,13 @@ def _unit_later(model, x):
 
 REFUSED = {
     "unknown": (lambda model, x: keep_in_float32(model, "blocks.1.linaer"), "nearest name is 'blocks.1.linear'"),
-    "no module": (lambda model, x: keep_in_float32(model, ["blocks.1", "*.mlp"]), r"'\*.mlp' names no module"),
-    "never called": (lambda model, x: keep_in_float32(model, "blocks"), "'blocks' names no module with a forward pass"),
-    "half": (
-        lambda model, x: keep_in_float32(model.half(), "blocks.1"),
-        r"blocks.1 has .* torch.float16; .* call float\(\) on it",
-    ),
+    "no match": (lambda model, x: keep_in_float32(model, ["blocks.1", "*.mlp"]), r"'\*.mlp' names no module"),
+    "list": (lambda model, x: keep_in_float32(model, "blocks"), "'blocks' names no module with a forward pass"),
+    "half": (lambda model, x: keep_in_float32(model.half(), "blocks.1"), r"1 has .*float16; .* call float\(\) on it"),
     "half later": (_half_later, r"call float\(\) on it before the optimizer"),
     "weight only": (_weight_only, "first is kept in float32 and its weights are used without calling it"),
-    "half unit": (
-        lambda model, x: keep_in_float32(_in_units(model, torch.float16), "blocks.1"),
-        "blocks.1 has .* a unit of its own",
-    ),
-    "in a half unit": (
-        _unit_later,
-        r"fully_shard\(model.get_submodule\('blocks.1'\), mp_policy=.*param_dtype=torch.float32",
-    ),
+    "half unit": (lambda model, x: keep_in_float32(_in_units(model, torch.float16), "norm"), "a unit of its own"),
+    "in a half unit": (_unit_later, r"fully_shard\(.*'blocks.1'\), mp_policy=.*param_dtype=torch.float32"),
 }
 
 
@@ -258,17 +249,11 @@ class Steep(nn.Module):
         return 1e7 * self.small(x)
 
 
-def _steep():
-    model, x = _net(1.0)
-    model.blocks[0] = Steep()
-    return model, x
-
-
-def _before_experts():
-    """Return a model in which experts add float16 to a buffer that becomes float32 when the layer before is kept."""
+def _layers(*layers, gain=1.0):
+    """Return a model that begins with a linear layer with large weights, and its inputs."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Experts(4, 1.0), nn.LayerNorm(4))
-    nn.init.constant_(model[0].weight, 1e5)
+    model = nn.Sequential(nn.Linear(4, 4), *layers, nn.LayerNorm(4), nn.Linear(4, 1))
+    model[0].weight.data.mul_(gain)
     return model, torch.randn(8, 6, 4)
 
 
@@ -276,27 +261,13 @@ LOUD = 1.0, 1e6
 PLANS = {
     "nothing": (lambda: _net(1.0), {}, [], "before: backward overflows above"),
     "several": (lambda: _net(1e6, 1.0, 1e6), {}, ["blocks.0.linear", "blocks.2.linear"], "(or blocks.*.linear)\n"),
-    "half buffer": (
-        lambda: _net(*LOUD, dtype=lambda x: x.dtype),
-        {},
-        ["blocks.1"],
-        "before: forward overflows in blocks.1",
-    ),
-    "buffers later": (_before_experts, {}, ["0", "1"], "before: forward overflows in 0 (aten."),
-    "always half": (
-        lambda: _net(*LOUD, dtype=lambda x: torch.float16),
-        {},
-        [],
-        "in blocks.1 (aten.add_); no module can",
-    ),
-    "loss in half": (lambda: _net(1.0), {"dtype": torch.float16, "weight": 1e7}, [], "\nforward overflows in loss_fn"),
+    "half buffer": (lambda: _net(*LOUD, dtype=lambda x: x.dtype), {}, ["blocks.1"], "forward overflows in blocks.1"),
+    # The experts add float16 to a buffer, which becomes float32 when the layer before them is kept.
+    "buffer later": (lambda: _layers(Experts(4, 1.0), gain=3e5), {}, ["0", "1"], "before: forward overflows in 0 ("),
+    "always half": (lambda: _net(*LOUD, dtype=lambda x: torch.half), {}, [], "in blocks.1 (aten.add_); no module can"),
+    "loss in half": (lambda: _net(1.0), {"dtype": torch.half, "weight": 1e7}, [], "\nforward overflows in loss_fn"),
     "large loss": (lambda: _net(1.0), {"weight": 1e9}, [], "min_scale=2**-2"),
-    "backward": (
-        _steep,
-        {"weight": 100.0},
-        ["blocks.0"],
-        "\nor keep nothing, and use DynamicScaling(init_scale=2**-",
-    ),
+    "backward": (lambda: _layers(Steep()), {"weight": 1e4}, ["1"], "\nor keep nothing, and use DynamicScaling("),
 }
 
 
