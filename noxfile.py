@@ -133,7 +133,7 @@ def conformance(session: nox.Session) -> None:
 def typing(session: nox.Session) -> None:
     """Check types strictly: `nox -s typing`."""
     _install_torch(session)
-    session.install("-e", ".[demo]", TORCH, *JAX, *_group("typing"))
+    session.install("-e", ".[demo]", TORCH, *JAX, *FRAMEWORKS["tensorflow"], *_group("typing"))
     session.run("mypy")
     session.run("mypy", "--strict", "--config-file=", *map(str, sorted(Path("tests/typing").glob("*.py"))))
     session.run("pyright", "-p", "tests/typing")

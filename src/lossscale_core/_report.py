@@ -11,7 +11,7 @@ from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SPIKES_HINT, GuardState
 from lossscale_core._messages import shown_number
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import Array, ArrayT_co, ScaleState, loss_scale_of, read, require_one_state
+from lossscale_core._state import Array, ArrayT_co, FlagT_co, ScaleState, loss_scale_of, read, require_one_state
 from lossscale_core.errors import OverflowStreakError
 
 _BACKWARD = "a division by zero, or a root or a logarithm at zero, in the backward pass"
@@ -30,13 +30,13 @@ _APART = 1000
 _TIMES_AS_LONG = 10
 
 
-class StepInfo(NamedTuple, Generic[ArrayT_co]):
+class StepInfo(NamedTuple, Generic[ArrayT_co, FlagT_co]):
     """The outcome of one step: true if it was applied.
 
     Each field has shape `()` and stays on its device until it is read. `if info:` reads `applied`.
     """
 
-    applied: Array
+    applied: FlagT_co
     """bool: the step was applied; it was skipped if it overflowed or spiked."""
     loss_scale_used: ArrayT_co
     """float32: the scale that multiplied this step's loss and divided its gradients."""
@@ -44,9 +44,9 @@ class StepInfo(NamedTuple, Generic[ArrayT_co]):
     """float32: the scale of the next step."""
     overflow_streak: ArrayT_co
     """int32: overflows in a row, this step included; 0 when it was applied."""
-    overflowed: Array = False
+    overflowed: FlagT_co | bool = False
     """bool: a gradient held NaN or infinity."""
-    spiked: Array = False
+    spiked: FlagT_co | bool = False
     """bool: the gradients were finite, and a `SpikeGuard` refused their norm."""
 
     def __bool__(self) -> bool:
@@ -117,7 +117,7 @@ def step_info(
     after: ScaleState[ArrayT_co],
     *,
     spiked: Array = False,
-) -> StepInfo[ArrayT_co]:
+) -> StepInfo[ArrayT_co, ArrayT_co | np.bool_]:
     """Return the outcome of the step that changed the state from `before` to `after`.
 
     Does not synchronise with the host.

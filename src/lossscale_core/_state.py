@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     ArrayT_co = TypeVar("ArrayT_co", covariant=True, default=Any)
+    FlagT_co = TypeVar("FlagT_co", covariant=True, default=Any)
     StateT = TypeVar("StateT", default=Any)
 else:
     from typing import TypeVar
 
     ArrayT_co = TypeVar("ArrayT_co", covariant=True)
+    FlagT_co = TypeVar("FlagT_co", covariant=True)
     StateT = TypeVar("StateT")
 
 Array: TypeAlias = Any

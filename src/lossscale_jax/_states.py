@@ -33,7 +33,7 @@ class Window(NamedTuple):
 class LossScaledState(NamedTuple):
     """The optimizer state of `loss_scaled`."""
 
-    scale_state: ScaleState
+    scale_state: ScaleState[Array]
     """The policy's state; `get_scale_state` finds it from the outside."""
     inner_state: PyTree
     """The wrapped optimizer's own state; a skipped step leaves it untouched."""
@@ -53,7 +53,7 @@ _HARMFUL: dict[Any, str] = {
 _RESTORE = "restore the checkpoint into what init returns, such as orbax's restore(path, init(params))"
 
 
-def get_scale_state(opt_state: PyTree) -> ScaleState:
+def get_scale_state(opt_state: PyTree) -> ScaleState[Array]:
     """Find the scale state in an optimizer state, however deep `loss_scaled` is nested in it.
 
     Args:
@@ -119,7 +119,7 @@ def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLi
     return jax.tree.map(restored, opt_state, is_leaf=_is_own)
 
 
-def scale_states_of(opt_state: PyTree) -> dict[str, ScaleState]:
+def scale_states_of(opt_state: PyTree) -> dict[str, ScaleState[Array]]:
     """Return the scale states in `opt_state` by their paths."""
     nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_own)
     return {jax.tree_util.keystr(path) or "the top": node.scale_state for path, node in nodes if _is_own(node)}

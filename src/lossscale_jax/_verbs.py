@@ -2,7 +2,19 @@
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +26,11 @@ from lossscale_core import PolicyLike, ScaleState, adapters, as_policy
 from lossscale_core.adapters import OverflowReport, require_flag, shown
 from lossscale_jax import _gradients
 from lossscale_jax._gradients import PyTree, Tree, divide, each_finite, gradients_of, is_array, lift, multiply, name_of
+
+if TYPE_CHECKING:
+    Device: TypeAlias = Any  # jax has no type of it that a checker finds
+else:
+    from jax import Device
 
 P = ParamSpec("P")
 Params = TypeVar("Params", bound=Any)  # the bound lets pyright accept arithmetic on it in a lambda
@@ -35,7 +52,7 @@ def loss_scale_of(state: HasLossScale, call: str) -> Array:
     return jnp.asarray(adapters.loss_scale_of(state, call, "init_state or get_scale_state(opt_state)"))
 
 
-def init_state(policy: PolicyLike, *, device: jax.Device | Sharding | None = None) -> ScaleState:
+def init_state(policy: PolicyLike, *, device: Device | Sharding | None = None) -> ScaleState[Array]:
     """Return the state before the first step under `policy`.
 
     The leaves are strongly typed and stay so, so that a step is compiled once. Does not synchronise with the host.

@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
 from lossscale_torch import hooks
 from lossscale_torch._float32 import float32_plan, keep_in_float32
-from lossscale_torch._guarded import guarded
+from lossscale_torch._guarded import GuardedOptimizer, guarded
 from lossscale_torch._range import RangeReport, range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
@@ -26,6 +26,7 @@ __all__ = [
     "DynamicScaling",
     "FixedScaling",
     "GradScaler",
+    "GuardedOptimizer",
     "NoScaling",
     "RangeReport",
     "SpikeGuard",
@@ -43,5 +44,5 @@ __all__ = [
     "unscale",
 ]
 
-for _public in (GradScaler, RangeReport, StepInfo):
+for _public in (GradScaler, GuardedOptimizer, RangeReport, StepInfo):
     _public.__module__ = __name__  # a pickle stores the public module name

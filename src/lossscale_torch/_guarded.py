@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,11 +22,24 @@ from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
 from lossscale_torch.hooks import Guard
 
-OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+if TYPE_CHECKING:
+    # A type cannot say "an AdamW that is guarded". With `Any` as a base, checkers take the result where an AdamW is
+    # asked for, also in `optimizer = guarded(optimizer)`: https://github.com/python/typing/issues/213.
+    class _AnyOptimizer(torch.optim.Optimizer, Any): ...
+else:
+    _AnyOptimizer = object
+
+
+class GuardedOptimizer(_AnyOptimizer):
+    """The type of an optimizer that `guarded` has made atomic; its class is also a subclass of the optimizer's own."""
+
+    last_step: StepInfo
+    """The outcome of the last `step`, true if it was applied; before the first, and of a step that was interrupted, a
+    step that was not applied."""
 
 
 def guarded(
-    optimizer: OptimizerT,
+    optimizer: torch.optim.Optimizer,
     *,
     max_norm: float | None = None,
     guard: SpikeGuard | None = None,
@@ -35,7 +48,7 @@ def guarded(
     names: torch.nn.Module | Iterable[tuple[str, Tensor]] | None = None,
     process_group: Any = None,
     norm_group: Any = None,
-) -> OptimizerT:
+) -> GuardedOptimizer:
     """Make the steps of an optimizer atomic, in any dtype, and return it: a step with a bad gradient changes nothing.
 
     ```python
@@ -94,9 +107,9 @@ def guarded(
     scaler = _Step(guard, max_norm, max_streak, process_group, norm_group)
     scaler._hooks.append(SkipLog(names_of(optimizer, names), on_bad == "raise"))
     vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
-    made._lossscale, made.last_step = scaler, None
+    made._lossscale, made.last_step = scaler, scaler.last_step
     made.__class__ = _guarded_class(made.__class__)
-    return optimizer
+    return made
 
 
 class _Step(GradScaler):
@@ -151,7 +164,7 @@ class _Step(GradScaler):
 def _guarded_class(kind: Any) -> Any:
     """Return a subclass of a class of optimizers; an object of the one can become one of the other."""
 
-    class Guarded(kind):
+    class Guarded(GuardedOptimizer, kind):
         __doc__, __module__ = kind.__doc__, kind.__module__
 
         @not_compiled
@@ -171,7 +184,7 @@ def _guarded_class(kind: Any) -> Any:
                 with torch.enable_grad():
                     loss = closure()
                 settings["closure"] = lambda: loss
-            self.last_step = self._lossscale.last_step = None
+            self.last_step = self._lossscale.last_step = _not_taken()
             try:
                 self._lossscale.take(self, settings)
             finally:
@@ -194,13 +207,17 @@ def _guarded_class(kind: Any) -> Any:
                     hook.load_state_dict(state_dict)
 
         def __getstate__(self) -> dict[str, Any]:
-            return {**super().__getstate__(), "_lossscale": self._lossscale, "last_step": None}
+            return {**super().__getstate__(), "_lossscale": self._lossscale, "last_step": _not_taken()}
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _new_guarded, (kind,), self.__getstate__()
 
     Guarded.__name__, Guarded.__qualname__ = kind.__name__, kind.__qualname__
     return Guarded
+
+
+def _not_taken() -> StepInfo:
+    return StepInfo(False, 1.0, 1.0, 0)
 
 
 def _new_guarded(kind: Any) -> Any:

@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -47,9 +47,6 @@ from lossscale_torch._state import READY, STEPPED, UNSCALED, OnDevice
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled, warn
 from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, require_hooks, total_norm
-
-Outputs = TypeVar("Outputs")
-"""A tensor, or a nested structure or iterable of them, which is returned with the same structure."""
 
 _MANY = 64
 _NUMBERS = itertools.count()
@@ -99,8 +96,8 @@ class GradScaler(PlacedScaler):
         ValueError: For the name of a device type that is unknown to torch.
     """
 
-    last_step: StepInfo | None = None
-    """The outcome of the last `update`, for code in which a framework calls `update`; None before the first."""
+    last_step: StepInfo
+    """The outcome of the last `update`, for code in which a framework calls `update`; before it, a step not applied."""
 
     @explain_arguments
     def __init__(
@@ -142,6 +139,7 @@ class GradScaler(PlacedScaler):
         self._is_fused = False
         self._half_gradients = half_gradients
         self._begin_at(self.policy.init_state())
+        self.last_step = StepInfo(False, self._init_scale, self._init_scale, 0)
         given = [*require_hooks(hooks), *([Guard(guard)] if guard is not None else [])]
         self._needs_norm = any(each.needs_norm for each in given)
         guards = [each for each in given if isinstance(each, Guard)]  # they see the norm that all ranks have
@@ -154,8 +152,20 @@ class GradScaler(PlacedScaler):
 
     # A step, in its order.
 
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+    @overload
+    def scale(self, outputs: list[Tensor]) -> list[Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]: ...
+    @overload
+    def scale(self, outputs: Iterable[Tensor]) -> Iterable[Tensor]: ...
+    @overload
+    def scale(self, outputs: Iterable[Any]) -> Any: ...  # nested
     @not_compiled
-    def scale(self, outputs: Outputs) -> Outputs:
+    def scale(self, outputs: Any) -> Any:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
 
         float16 and bfloat16 losses of any shape are converted to float32. Call `backward` before the next `update`.
@@ -180,9 +190,9 @@ class GradScaler(PlacedScaler):
             scaled._scaled_by = self._number
             return scaled
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
-            return cast(Outputs, tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs))
+            return tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs)
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
-            return cast(Outputs, map(self.scale, outputs))  # lazily, as torch's own scaler does
+            return map(self.scale, outputs)  # lazily, as torch's own scaler does
         raise ValueError(
             f"outputs must be a Tensor or an iterable of Tensors. It is {shown(outputs)}; pass the loss as a tensor, "
             "before .item()"
@@ -411,7 +421,7 @@ class GradScaler(PlacedScaler):
             return record
         if self._scale is None:
             self._check_scale_growth_tracker(caller)
-        if not (self._has_loss or self._is_told or self.last_step is None):
+        if not (self._has_loss or self._is_told or self.last_step.by_optimizer is None):
             self._tell_of_no_loss()
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(

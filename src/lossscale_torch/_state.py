@@ -162,7 +162,8 @@ def advance_on_device(policy: Any, state: OnDevice, tensors: Any, records: Any, 
             after = after._make(map(functools.partial(torch.where, vetoed), before, after))
         for tensor, value in zip(tensors, after, strict=True):
             tensor.copy_(value)
-        info = StepInfo(*step_info(before, after))
+        outcome: Any = step_info(before, after)
+        info = StepInfo(*outcome)
     if vetoed is None:
         return info
     spike = combined((flag for key, flag in flags if is_spike(key)), device)

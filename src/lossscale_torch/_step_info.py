@@ -8,7 +8,7 @@ import lossscale_core
 from lossscale_core.errors import CallOrderError
 
 
-class StepInfo(lossscale_core.StepInfo):
+class StepInfo(lossscale_core.StepInfo[float | torch.Tensor, bool | torch.Tensor]):
     """One step's outcome, and that of each optimizer.
 
     The fields are those of `lossscale_core.StepInfo`: plain Python numbers, which `json.dumps` takes, if they are
@@ -16,7 +16,7 @@ class StepInfo(lossscale_core.StepInfo):
     """
 
     by_optimizer: dict[int, Any] | None = None
-    """Whether each optimizer's step was applied, by its id."""
+    """Whether each optimizer's step was applied, by its id; None before the first step."""
     of_others: bool | None = None
     """What holds for an optimizer that took no part, if the scaler is disabled."""
     had_gradients: bool = True

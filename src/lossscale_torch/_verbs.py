@@ -22,7 +22,7 @@ class HasLossScale(Protocol):
         """float32, shape `()`."""
 
 
-def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) -> ScaleState:
+def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) -> ScaleState[torch.Tensor]:
     """Return the state before the first step under a policy. Does not synchronise.
 
     Args:

@@ -701,4 +701,4 @@ def test_a_guarded_step_that_was_interrupted_was_not_applied():
     optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert optimizer.last_step is None
+    assert optimizer.last_step.applied is False

@@ -1,16 +1,29 @@
 """A JAX user's code, for type checkers alone: `nox -s typing` runs mypy and pyright on it, as strictly as they can."""
 
+from collections.abc import Callable
 from typing import NamedTuple, assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # type: ignore[import-untyped]
 
-from lossscale_core import DynamicScaling, ScaleState, ScalingPolicy, state_to_dict, step_info
+from lossscale_core import (
+    ScaleState,
+    ScaleWatch,
+    ScalingPolicy,
+    diagnose,
+    gradient_range,
+    metrics,
+    state_to_dict,
+    step_info,
+)
 from lossscale_core.adapters import GradientReport
 from lossscale_jax import (
+    DynamicScaling,
     LossScaledState,
     LossScaledTransformation,
+    SpikeGuard,
     all_finite,
     get_scale_state,
     init_state,
@@ -22,6 +35,7 @@ from lossscale_jax import (
     unscale,
     value_and_grad,
 )
+from lossscale_jax.testing import check_train_step
 
 
 class Params(NamedTuple):
@@ -57,8 +71,8 @@ def gradients(params: Params, batch: Batch, opt_state: LossScaledState) -> Param
     def scaled_loss(params: Params) -> jax.Array:
         return scale(loss(params, batch), get_scale_state(opt_state))
 
-    grads: Params = jax.grad(scaled_loss)(params)
-    return grads
+    grads: Params = jax.grad(scaled_loss)(params)  # pyright: ignore[reportUnknownVariableType]  # jax' own
+    return grads  # pyright: ignore[reportUnknownVariableType]
 
 
 def train_around_an_optimizer(params: Params, batch: Batch) -> Params:
@@ -68,17 +82,19 @@ def train_around_an_optimizer(params: Params, batch: Batch) -> Params:
     opt_state = optimizer.init(params)
     assert_type(opt_state, LossScaledState)
     assert_type(optimizer.policy, ScalingPolicy)
-    assert_type(opt_state.scale_state, ScaleState)
+    assert_type(opt_state.scale_state, ScaleState[jax.Array])
 
     grads = gradients(params, batch, opt_state)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     assert_type(updates, Params)
     params, opt_state = optimizer.apply_gradients(grads, opt_state, params, value=jnp.float32(1.0))
     assert_type(params, Params)
-    assert_type(get_scale_state(opt_state), ScaleState)
+    assert_type(get_scale_state(opt_state), ScaleState[jax.Array])
     restored = load_scale_state(opt_state, state_to_dict(get_scale_state(opt_state), POLICY), POLICY)
     assert_type(restored, LossScaledState)
-    step_info(get_scale_state(opt_state), get_scale_state(restored))
+    info = step_info(get_scale_state(opt_state), get_scale_state(restored))
+    assert_type(info.applied, jax.Array | np.bool_)
+    params = select(info.applied, params, params)
     if opt_state.window is not None:
         assert_type(opt_state.window.stepped, jax.Array)
     return params
@@ -87,7 +103,7 @@ def train_around_an_optimizer(params: Params, batch: Batch) -> Params:
 def train_around_a_function(params: Params, batch: Batch) -> Params:
     """Train by `value_and_grad` and the verbs."""
     state = init_state(POLICY)
-    assert_type(state, ScaleState)
+    assert_type(state, ScaleState[jax.Array])
     out = value_and_grad(loss)(state, params, batch)
     assert_type(out.value, jax.Array)
     assert_type(out.aux, None)
@@ -100,16 +116,61 @@ def train_around_a_function(params: Params, batch: Batch) -> Params:
     averaged = value_and_grad(loss, axis_name=("data", "model"))(state, params, batch=batch)
     assert_type(averaged.grads, Params)
     value_and_grad(loss, argnums=(0, 1))(state, params, batch)
-    of_a_lambda = value_and_grad(lambda params: jnp.sum(params.weight) * loss(params, batch))(state, params)
+    lambda_loss: Callable[[Params], jax.Array] = lambda params: jnp.sum(params.weight) * loss(params, batch)  # noqa: E731
+    of_a_lambda = value_and_grad(lambda_loss)(state, params)
     assert_type(of_a_lambda.value, jax.Array)
     new = Params(params.weight - out.grads.weight, params.bias - out.grads.bias)
     return select(out.grads_finite, new, params)
 
 
+class TrainState(NamedTuple):
+    """What follows applied steps next to the parameters."""
+
+    params: Params
+    average: Params
+    model_state: dict[str, jax.Array]
+    opt_state: LossScaledState
+
+
+def follow_applied_steps(train: TrainState, batch: Batch, new_state: dict[str, jax.Array]) -> TrainState:
+    """Take a step, and let an average and the state of layers follow it."""
+    params, average, model_state, opt_state = train
+    optimizer = loss_scaled(optax.sgd(0.1), "none", max_norm=1.0, guard=SpikeGuard())
+    before = get_scale_state(opt_state)
+    grads = gradients(params, batch, opt_state)
+    params, opt_state = optimizer.apply_gradients(grads, opt_state, params)
+    applied = step_info(before, get_scale_state(opt_state)).applied
+    model_state = assert_type(select(applied, new_state, model_state), dict[str, jax.Array])
+    average = assert_type(select(applied, params, average), Params)
+    return TrainState(params, average, model_state, opt_state)
+
+
+def step_by_hand(params: Params, batch: Batch, state: ScaleState[jax.Array]) -> tuple[Params, ScaleState[jax.Array]]:
+    """Take a step with the verbs."""
+    out = value_and_grad(loss)(state, params, batch)
+    new = Params(params.weight - out.grads.weight, params.bias - out.grads.bias)
+    params = assert_type(select(out.grads_finite, new, params), Params)
+    state = POLICY.update(state, out.grads_finite, xp=jnp)
+    return params, state
+
+
+def watch(
+    params: Params, batch: Batch, opt_state: LossScaledState, grads_at: Callable[[float], dict[str, jax.Array]]
+) -> str:
+    """Log and diagnose a run."""
+    log = ScaleWatch()
+    log.log(POLICY, get_scale_state(opt_state), loss=loss(params, batch))
+    print(gradient_range(grads_at), metrics(get_scale_state(opt_state))["skipped_steps"])
+    bool(step_info(get_scale_state(opt_state), get_scale_state(opt_state), spiked=jnp.bool_(True)).applied)
+    step: Callable[[Params, Batch], Params] = lambda params, batch: params  # noqa: E731
+    check_train_step(step, params, [batch] * 6, may_move=["[1].step"])
+    return diagnose(POLICY, get_scale_state(opt_state))
+
+
 def use_the_verbs(grads: dict[str, jax.Array], losses: tuple[jax.Array, jax.Array]) -> list[GradientReport]:
     """Keep what goes in where it comes out."""
-    state = init_state(DynamicScaling(), device=jax.devices()[0])
-    assert_type(state, ScaleState)
+    state = init_state(DynamicScaling(), device=jax.devices()[0])  # pyright: ignore[reportUnknownArgumentType]
+    assert_type(state, ScaleState[jax.Array])
     assert_type(scale(1.0, state), jax.Array)
     assert_type(scale(losses, state), tuple[jax.Array, jax.Array])
     assert_type(unscale(grads, state), dict[str, jax.Array])
