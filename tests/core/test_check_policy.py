@@ -64,7 +64,6 @@ def test_right_policies_pass(policy):
 
 
 COUNT = itertools.count()
-MEMORY = []
 
 
 def _overflowing(**fields):
@@ -87,11 +86,6 @@ def _finite(**fields):
     return change
 
 
-def _remembers(before, after, flag, xp):
-    MEMORY.append(flag)
-    return after._replace(loss_scale=after.loss_scale * (1.0 if len(MEMORY) % 2 else 0.5))
-
-
 def _where(condition, field, factor):
     """Return a change of one field by a factor on some arrays only."""
     return lambda before, after, flag, xp: (
@@ -100,7 +94,6 @@ def _where(condition, field, factor):
 
 
 BROKEN_STATES = {
-    "a Python number": ({"first": lambda state: state._replace(steps=0)}, "steps of init_state is 0; return a finite"),
     "a tuple": ({"first": tuple}, "return a NamedTuple that begins as ScaleState"),
     "float64": (
         {"first": lambda state: state._replace(loss_scale=np.float64(8.0))},
@@ -135,12 +128,6 @@ BROKEN_BOUNDS = {
         _overflowing(loss_scale=lambda old, xp: old.loss_scale * 0.5),
         "from 1 to 0.5 after",
     ),
-    "growth that goes above": (
-        _finite(
-            loss_scale=lambda old, new, xp: select(old.growth_tracker >= 2, old.loss_scale * 2.0, old.loss_scale, xp=xp)
-        ),
-        "loss_scale goes from 4.29497e+09 to 8.58993e+09 after step 1 at the upper bound",
-    ),
     "growth that is not clamped, rarely": (
         (
             _finite(
@@ -151,10 +138,6 @@ BROKEN_BOUNDS = {
             {"growth_interval": 2000},
         ),
         "loss_scale goes from 4.29497e+09 to 8.58993e+09 after step 1 at the upper bound",
-    ),
-    "an overflow that raises": (
-        _overflowing(loss_scale=lambda old, xp: old.loss_scale * 2.0),
-        "by an overflow after step 1",
     ),
     "an overflow that grows where growth is due": (
         lambda before, after, flag, xp: after._replace(
@@ -224,17 +207,12 @@ BROKEN_COUNTERS = {
         _overflowing(hysteresis_tracker=lambda old, xp: old.hysteresis_tracker - 1),
         "hysteresis_tracker is -2999 after 3000 overflows in a row, and falls without end",
     ),
-    "a growth_tracker that falls": (
-        _overflowing(growth_tracker=lambda old, xp: old.growth_tracker - 100),
-        "growth_tracker is -300000 after 3000 overflows in a row, and falls without end",
-    ),
 }
 BROKEN_ON_ARRAYS = {
     "a number of calls": (
         lambda before, after, flag, xp: after._replace(hysteresis_tracker=np.int32(next(COUNT))),
-        "hysteresis_tracker is not computed from the state and the flag alone after step 1 from the first state, on",
+        "computed from the state and the flag alone after step 1 from the first state, on the host; make update pure",
     ),
-    "a memory": (_remembers, "make update pure"),
     "an if on the flag": (
         lambda before, after, flag, xp: after._replace(
             growth_tracker=after.growth_tracker if flag else before.growth_tracker * 0

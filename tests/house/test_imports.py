@@ -133,7 +133,7 @@ def test_the_core_needs_numpy_and_array_api_compat_only(path):
 
 @pytest.mark.parametrize("package", [*ADAPTERS, "lossscale"])
 def test_a_package_imports_little_besides_the_core(package):
-    """An adapter imports neither another adapter nor another framework; each part of the command, what it needs."""
+    """An adapter imports no other one, no other framework and not the command; each part of that, what it needs."""
     assert {path.name for path in SRC.iterdir() if path.is_dir()} <= {*PACKAGES}
     for path in _files(package):
         allowed = ADAPTERS.get(package) or COMMAND.get(_module_of(path, package), set()) | {"(computed)"}
@@ -147,13 +147,6 @@ def test_no_package_imports_a_private_name_of_another(package):
     for path in _files(package):
         for name in _imports(path):
             assert name.partition(".")[0] not in others or not _is_private(name), (path, name)
-
-
-@pytest.mark.parametrize("folder", ["src/lossscale_core", *(f"src/{package}" for package in ADAPTERS), "examples"])
-def test_nothing_imports_the_command(folder):
-    """`lossscale` is for people who run it, and no package needs it."""
-    for path in (SRC.parent / folder).rglob("*.py"):
-        assert "lossscale" not in {name.partition(".")[0] for name in _imports(path)}, path
 
 
 POLICIES = {"BaseScaling", "NoScaling", "FixedScaling", "DynamicScaling", "ScalingPolicy"}
