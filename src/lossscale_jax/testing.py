@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lossscale_core.testing.loops import BAD_STEPS, CLOSE, SCALES, change, listed, not_skipped, same
-from lossscale_jax._gradients import PyTree, is_array, is_gradient, name_of
+from lossscale_jax._gradients import PyTree, as_arrays, is_array, is_gradient, name_of
 
 __all__ = ["check_train_step"]
 
@@ -17,6 +17,14 @@ _SELECT = "select it, or let loss_scaled carry it, so that it follows applied st
 _UNSCALE = (
     "unscale before you clip or change gradients, and return the unscaled loss; in float16, where small gradients "
     "flush to zero at a scale of 1, check the step with float32 instead"
+)
+_NOT_SCALED = (
+    "the gradients do not grow with the loss scale: differentiate scale(loss, state), and clip or replace nothing "
+    "before the gradients are unscaled"
+)
+_HIDDEN = (
+    "something makes the overflow finite before it is checked, such as nan_to_num or zero_nans: leave it out, or put "
+    "it inside loss_scaled"
 )
 _SCALE, _COUNT, _FIELD = (re.compile(rf"(\.{f}|\['{f}'\])$") for f in ("loss_scale", "skipped_steps", r"\w+"))
 _structure: Any = jax.tree.structure
@@ -64,7 +72,7 @@ def check_train_step(
     batches = list(batches)
     if len(batches) <= max(BAD_STEPS):
         raise ValueError(f"{len(batches)} batches are too few; pass at least {max(BAD_STEPS) + 1}")
-    step, state = _without_modules(step, state)
+    step, state = _without_modules(step, as_arrays(state))
     if not _flat(state)[1]:
         raise ValueError("the state holds no scale state; pass all that the step carries on, the optimizer state too")
 
@@ -82,12 +90,16 @@ def check_train_step(
         old, scales = _flat(state)
         if number in BAD_STEPS:
             new, new_scales = _flat(taken(jnp.inf, batch))
+            for name in (name for name in filter(_COUNT.search, scales) if new_scales[name] != scales[name] + 1):
+                received = any(not same(scales[n], new_scales[n]) for n in scales if not _SCALE.search(n))
+                (a, _), (b, _) = (_flat(taken(loss_scale, batch)) for loss_scale in SCALES)
+                grow = all(_is_close(old[n], a[n], b[n], CLOSE) for n in a)
+                hint = (_HIDDEN if grow else _NOT_SCALED) if received else "pass every step to the policy"
+                went = change(name, scales[name], new_scales[name])
+                raise AssertionError(f"step {number} was to overflow by an infinite loss scale, but {went}; {hint}")
             moved = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
             if moved:
                 raise AssertionError(not_skipped(number, [change(n, old[n], new[n]) for n in moved], _SELECT))
-            for name in (name for name in filter(_COUNT.search, scales) if new_scales[name] != scales[name] + 1):
-                went = change(name, scales[name], new_scales[name])
-                raise AssertionError(f"step {number} overflowed, but {went}; pass every step to the policy")
         else:
             small = taken(SCALES[0], batch)
             for loss_scale, limit in ((SCALES[1], CLOSE), (_TINY, _TURNED)):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -102,11 +103,55 @@ def test_an_overflow_that_the_policy_never_receives():
         new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return select(finite, (new, POLICY.update(scale_state, finite)), state)
 
-    with pytest.raises(AssertionError, match=r"step 0 overflowed, but \[1\].skipped_steps went from 0 to 0"):
+    with pytest.raises(AssertionError, match=r"step 0 .* \[1\].skipped_steps went from 0 to 0; pass every"):
         check_train_step(jax.jit(step), (PARAMS, init_state(POLICY)), BATCHES)
 
 
-@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+def _changed(change, optimizer=OPTIMIZER, factor=None):
+    """Return a step that changes scaled gradients, or those of a loss that another factor multiplies."""
+
+    def step(state, batch):
+        params, opt_state = state
+        by = get_scale_state(opt_state) if factor is None else init_state(factor)
+        return optimizer.apply_gradients(change(_scaled_grads(params, by, batch)), opt_state, params)
+
+    return step
+
+
+INNERS = [optax.sgd(0.1), optax.adam(0.1)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 0.1}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("inner", INNERS, ids=["sgd", "adam"])
+def test_a_loss_that_is_not_scaled(inner, settings):
+    """The message says to scale it: not to select what moved, nor to pass a step to the policy, which is done."""
+    optimizer = loss_scaled(inner, POLICY, **settings)
+    start = PARAMS, optimizer.init(PARAMS)
+    with pytest.raises(AssertionError, match=r"do not grow with the loss scale: differentiate scale\(loss, state\)"):
+        check_train_step(jax.jit(_changed(lambda grads: grads, optimizer, factor=1.0)), start, BATCHES)
+    check_train_step(jax.jit(_changed(lambda grads: grads, optimizer)), start, BATCHES)
+
+
+@pytest.mark.parametrize("inner", INNERS, ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda grads: jax.tree.map(jnp.nan_to_num, grads), lambda grads: jax.tree.map(jnp.zeros_like, grads)],
+    ids=["nan_to_num", "zeros"],
+)
+def test_an_overflow_that_is_made_finite(change, inner):
+    """The gradients grow with the scale, and so the loss is scaled."""
+    optimizer = loss_scaled(inner, POLICY)
+    with pytest.raises(AssertionError, match="makes the overflow finite before it is checked, such as nan_to_num"):
+        check_train_step(jax.jit(_changed(change, optimizer)), (PARAMS, optimizer.init(PARAMS)), BATCHES)
+
+
+def test_numpy_parameters_in_float64_pass():
+    """Without x64, where the step returns float32 arrays."""
+    params = {name: np.asarray(leaf, np.float64) for name, leaf in PARAMS.items()}
+    check_train_step(_with_optimizer, (params, OPTIMIZER.init(params)), BATCHES)
+
+
+@pytest.mark.parametrize("inner", INNERS, ids=["sgd", "adam"])
 def test_decay_that_is_added_to_scaled_gradients(inner):
     """It is divided by the loss scale, and so has almost no effect in training."""
     optimizer = loss_scaled(inner, POLICY)

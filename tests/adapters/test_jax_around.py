@@ -1,0 +1,149 @@
+"""The table of docs/jax.md: each of its transformations, really put inside of `loss_scaled` and around it."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from lossscale_core import DynamicScaling
+from lossscale_core.errors import ScaleStateError
+from lossscale_jax import get_scale_state, loss_scaled
+from tests.adapters.jax_reading import bits
+
+SCALE = 2.0**10
+POLICY = DynamicScaling(init_scale=SCALE)
+PARAMS = {"w": jnp.array([1.0, -0.0, 2.0])}
+GRADS = {"w": jnp.array([3.0, -2.0, 6.0])}
+SGD = optax.sgd(0.5)
+
+
+def _multi_steps(skip=None):
+    return lambda inner: optax.MultiSteps(inner, 1, should_skip_update_fn=skip).gradient_transformation()
+
+
+def _large(updates, *arguments):
+    return optax.skip_large_updates(updates, *arguments, max_squared_norm=1e30)
+
+
+def _lookahead(inner):
+    return optax.lookahead(inner, 3, 0.5)
+
+
+def _schedule_free(inner):
+    return optax.contrib.schedule_free(inner, 0.5)
+
+
+def _before(transformation):
+    return lambda inner: optax.chain(transformation, inner)
+
+
+def _after(transformation):
+    return lambda inner: optax.chain(inner, transformation)
+
+
+def _refused(optimizer, params):
+    with pytest.raises(ScaleStateError, match="wraps loss_scaled"):
+        get_scale_state(optimizer.init(params))
+
+
+def _clips_scaled_gradients(optimizer, params):
+    updates, _ = optimizer.update(_times(GRADS, SCALE), optimizer.init(params), params)
+    assert float(jnp.linalg.norm(updates["w"])) == pytest.approx(0.5 / SCALE)
+
+
+def _hides(bad):
+    def check(optimizer, params):
+        grads = {"w": GRADS["w"].at[0].set(bad)}
+        _, opt_state = optimizer.update(grads, optimizer.init(params), params)
+        state = get_scale_state(opt_state)
+        assert (int(state.steps), int(state.skipped_steps)) == (1, 0)
+
+    return check
+
+
+def _counts_a_skip(optimizer, params):
+    grads = {"w": GRADS["w"].at[0].set(jnp.inf)}
+    before = optimizer.init(params)
+    _, after = optimizer.update(grads, before, params)
+    assert int(get_scale_state(after).skipped_steps) == 1
+    counts = [
+        [
+            int(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+            if re.search(r"count|since", str(path[-1]))
+        ]
+        for state in (before, after)
+    ]
+    assert counts[0] != counts[1]
+
+
+ROWS = {
+    "`optax.apply_if_finite`": [(lambda inner: optax.apply_if_finite(inner, 5), _refused)],
+    "`optax.MultiSteps(..., should_skip_update_fn=optax.skip_not_finite)`, or `skip_large_updates`": [
+        (_multi_steps(optax.skip_not_finite), _refused),
+        (_multi_steps(_large), _refused),
+    ],
+    "`optax.MultiSteps` without `should_skip_update_fn`": [(_multi_steps(), _refused)],
+    "`optax.clip_by_global_norm` in a chain before it": [
+        (_before(optax.clip_by_global_norm(1.0)), _clips_scaled_gradients)
+    ],
+    "`optax.zero_nans`, `optax.clip` in a chain before it": [
+        (_before(optax.zero_nans()), _hides(jnp.nan)),
+        (_before(optax.clip(1.0)), _hides(jnp.inf)),
+    ],
+    "`optax.lookahead` or `contrib.schedule_free` around it, `optax.ema` in a chain after it": [
+        (_lookahead, _counts_a_skip),
+        (_schedule_free, _counts_a_skip),
+        (_after(optax.ema(0.5)), _counts_a_skip),
+    ],
+}
+EACH = [(row, wrap, check) for row, pairs in ROWS.items() for wrap, check in pairs]
+
+
+def _times(grads, factor):
+    return jax.tree.map(lambda leaf: leaf * factor, grads)
+
+
+def _params_of(wrap):
+    """Return the parameters that a wrapped optimizer takes."""
+    return optax.LookaheadParams.init_synced(PARAMS) if wrap is _lookahead else PARAMS
+
+
+def test_the_rows_are_those_of_the_page():
+    """So that no row is without a test."""
+    section = Path("docs/jax.md").read_text(encoding="utf-8").split('<a id="not-around"></a>')[1].split("\n## ")[1]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")]
+    assert rows[2:] == list(ROWS)
+
+
+@pytest.mark.parametrize(("row", "wrap", "check"), EACH)
+def test_around(row, wrap, check):
+    """Each hides an overflow, counts a skipped step, clips scaled gradients, or is refused, as the page says."""
+    check(wrap(loss_scaled(SGD, POLICY)), _params_of(wrap))
+
+
+@pytest.mark.parametrize("method", ["update", "apply_gradients"])
+@pytest.mark.parametrize(("row", "wrap", "check"), EACH)
+def test_inside(row, wrap, check, method):
+    """A step is that of the wrapped optimizer alone, and a skipped step changes nothing."""
+    plain, optimizer, params = wrap(SGD), loss_scaled(wrap(SGD), POLICY), _params_of(wrap)
+
+    @jax.jit
+    def step(params, opt_state, grads):
+        if method == "apply_gradients":
+            return optimizer.apply_gradients(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    expected, _ = plain.update(GRADS, plain.init(params), params)
+    stepped = step(params, optimizer.init(params), _times(GRADS, SCALE))
+    jax.tree.map(np.testing.assert_allclose, stepped[0], optax.apply_updates(params, expected))
+    for bad in (jnp.inf, jnp.nan):
+        skipped = step(*stepped, {"w": GRADS["w"].at[0].set(bad)})
+        assert bits((skipped[0], skipped[1].inner_state)) == bits((stepped[0], stepped[1].inner_state))
+        assert int(get_scale_state(skipped[1]).skipped_steps) == 1
