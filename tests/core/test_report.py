@@ -27,6 +27,7 @@ from lossscale_core.adapters import (
     check_overflow_streak,
 )
 from lossscale_core.errors import OverflowStreakError
+from tests.core.own_policies import BareAdditiveScaling
 
 
 def _after(policy, grads_finite):
@@ -122,6 +123,7 @@ REMEDIES = [
     (UNBOUNDED, [False] * 200, [ROOT], ["lower min_scale"]),  # it cannot be lower
     (HIGH, STREAK, ["or lower min_scale."], []),
     (FixedScaling(0.5), STREAK, ["forward pass"], []),
+    (BareAdditiveScaling(), STREAK, ["forward pass"], ["min_scale", "DynamicScaling"]),  # it adapts
     (FixedScaling(8.0), STREAK, ["DynamicScaling"], []),
     (TOP, [True], ["larger weight"], []),
     (UNBOUNDED, [False] * 20 + [True], ["forward pass"], ["growth_interval"]),
