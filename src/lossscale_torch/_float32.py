@@ -83,11 +83,16 @@ def _is_kept(module: nn.Module) -> bool:
 def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     copies: dict[Tensor, Tensor] = {}
 
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor not in copies:
+            copies[tensor] = lifted(tensor)
+        return copies[tensor]
+
     def in_float32(value: Any) -> Any:
         # A list or a dict without such tensors is passed on itself, since the module may write into it.
         if not any(getattr(each, "dtype", None) in LOW_PRECISION for each in tree_leaves(value)):
             return value
-        return tree_map_only(Tensor, lambda tensor: copies.setdefault(tensor, lifted(tensor)), value)
+        return tree_map_only(Tensor, cast, value)
 
     is_eager = not torch.compiler.is_compiling()
     if is_eager:
