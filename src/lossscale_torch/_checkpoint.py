@@ -16,7 +16,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_number
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_names, shown_number
 from lossscale_core.errors import CheckpointError, PolicyError
 from lossscale_torch._state import is_being_recorded
 from lossscale_torch._versions import warn
@@ -112,6 +112,8 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
 
 def _from_torchs(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the entries of a state, and of a policy, from a checkpoint of torch's scaler."""
+    if missing := [name for name in _TORCHS_KEYS if name not in given]:
+        raise _MissingKeyError(_not_torchs(given, missing))
     numbers = {name: _number(name, given[name]) for name in _TORCHS_KEYS}
     growth, backoff = numbers["growth_factor"], numbers["backoff_factor"]
     rule = {
@@ -124,6 +126,28 @@ def _from_torchs(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         "max_scale": LARGEST_SCALE,
     }
     return {"loss_scale": numbers["scale"], "growth_tracker": numbers["_growth_tracker"]}, rule
+
+
+class _MissingKeyError(CheckpointError, KeyError):
+    """The `KeyError` of torch's scaler for another dict, in a sentence."""
+
+    __str__ = Exception.__str__  # that of `KeyError` is a repr
+
+
+def _not_torchs(given: Mapping[Any, Any], missing: list[str]) -> str:
+    """Return the sentence about a dict that no scaler has saved."""
+    parts = [
+        key for key, part in given.items() if isinstance(part, Mapping) and ("scale" in part or "loss_scale" in part)
+    ]
+    hint = "pass what scaler.state_dict() returned"
+    if "cur_scale" in given or any(str(key).startswith("loss_scaler") for key in given):
+        tool = "deepspeed" if "cur_scale" in given else "apex"
+        hint = f"for one of {tool} pass state_to_dict(lossscale.state_from_tool({tool!r}, saved))"
+    elif parts:
+        hint = f"pass its part {shown(parts[0])}"
+    elif "param_groups" in given:
+        hint = f"this is the dict of an optimizer; {hint}"
+    return f"load_state_dict() was given a dict of {shown_names(given)} without {shown_names(missing)}; {hint}"
 
 
 def _number(name: str, value: Any) -> Any:

@@ -118,7 +118,8 @@ class GradScaler(PlacedScaler):
         updates_per_step: int = 1,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        enabled = _can_be_enabled(device, enabled)
+        options = {"policy": policy, "guard": guard, "protect": protect, "hooks": hooks}
+        enabled = _can_be_enabled(device, enabled, [name for name, value in options.items() if value])
         torchs = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -667,8 +668,8 @@ class GradScaler(PlacedScaler):
 
         Raises:
             RuntimeError: torch's, for an empty dict.
-            KeyError: For a missing key.
-            CheckpointError: For a newer version, and for a value that no state can hold.
+            CheckpointError: For a dict of something else, which is torch's `KeyError`, too; for a newer version; and for
+                a value that no state can hold.
         """
         if not self._enabled:
             return
@@ -711,8 +712,8 @@ def _require_flags(found: dict[Any, Any], hook: Hook) -> None:
             )
 
 
-def _can_be_enabled(device: Any, enabled: bool) -> bool:
-    """Return whether a scaler for a device type is enabled; without CUDA torch disables one for it."""
+def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:
+    """Return whether a scaler for a device type is enabled; without CUDA torch disables one, and says what is off."""
     if not isinstance(device, str | torch.device):
         meant = f"init_scale={device!r}" if isinstance(device, int | float) else "policy=..."
         raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; write GradScaler('cuda', {meant})")
@@ -724,6 +725,8 @@ def _can_be_enabled(device: Any, enabled: bool) -> bool:
             "pass 'cuda', 'cpu', 'mps' or 'xpu'"
         ) from error
     if enabled and str(device) == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
-        warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.")
+        turned_off = ", ".join(f"{name}=" for name in options)
+        hint = f"  This turns {turned_off} off, too; pass the device that computes, as in GradScaler('cpu')"
+        warn(f"torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.{hint if options else ''}")
         return False
     return enabled

@@ -112,6 +112,16 @@ def _check_skips(build: Callable[[Any], TrainingLoop]) -> bool:
     return True
 
 
+class _NoResult:
+    """What an optimizer without a closure returns, in the check: a condition on it is an error, not a None."""
+
+    def __bool__(self) -> bool:
+        raise AssertionError(
+            "the loop asks whether scaler.step(optimizer) is true, but it returns what the optimizer returned, None; "
+            "ask for the outcome instead: if scaler.update(): ..."
+        )
+
+
 def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
     """Raise `AssertionError` for a step with infinite losses that was applied or changed something."""
     info: Any = run.scaler.last_step
@@ -244,6 +254,10 @@ class _PlantingScaler(GradScaler):
     def attach(self) -> Any:
         attach = super().attach
         return lambda x, aux_loss: attach(x, aux_loss * 0.0 if self.factor == 0.0 else aux_loss)
+
+    def step(self, optimizer: Any, *args: Any, **settings: Any) -> Any:
+        result = super().step(optimizer, *args, **settings)
+        return _NoResult() if result is None else result
 
     def update(self, *args: Any, **settings: Any) -> StepInfo:  # type: ignore[override]  # torch's says None
         self.updates += 1

@@ -99,6 +99,14 @@ def _step_by_itself(loop, batch):
     loop.follow(loop.scaler.update())
 
 
+def _ask_the_step(loop, batch):
+    loop.optimizer.zero_grad()
+    loop.backward(batch)
+    if loop.scaler.step(loop.optimizer):
+        loop.scheduler.step()
+    loop.scaler.update()
+
+
 def _clip_scaled(loop, batch):
     Loop.backward(loop, batch)
     nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
@@ -139,6 +147,10 @@ def _freeze(loop, batch):
             r"at step 0 the loss was multiplied by zero, and 0\.weight has a gradient other than zero",
         ),
         ({"follow": _update_twice}, r"step\(0\) called scaler\.update\(\) 2 times"),
+        (
+            {"step": _ask_the_step},
+            r"the loop asks whether scaler\.step\(optimizer\) is true.*if scaler\.update\(\): \.\.\.",
+        ),
         ({"backward": _freeze}, r"no parameter changed in eight steps"),
     ],
 )

@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 
-from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale import state_from_tool
+from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
 from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, PolicyError
 from lossscale_torch import GradScaler, overflow_report
 from lossscale_torch.hooks import Hook
@@ -263,10 +264,12 @@ def _after_a_step():
 
 
 NO_CUDA = "CUDA is not available.  Disabling."
+OFF = f"{NO_CUDA}  This turns policy=, protect= off, too; pass the device that computes, as in GradScaler('cpu')"
 NO_LOSS = "no loss was scaled since the last update() ... pass each loss through scaler.scale ... updates_per_step=2"
 NEW = "starts over with a loss scale of 2**16; make one scaler for all steps, before the loop, and ... load_state_dict"
 WARNINGS = {
     "no CUDA": (lambda: GradScaler(), UserWarning, NO_CUDA),
+    "no CUDA for options": (lambda: GradScaler(policy="none", protect=[torch.nn.ReLU()]), UserWarning, OFF),
     "a large scale": (lambda: GradScaler("cpu", 1e38), UserWarning, "is beyond the range of ... and becomes 2**126"),
     "a small scale": (lambda: GradScaler("cpu", 1e-44), UserWarning, "is beyond the range of ... and becomes 2**-126"),
     "no scaled loss": (lambda: _after_a_step().step(_sgd()), UserWarning, NO_LOSS),
@@ -280,7 +283,7 @@ WARNINGS = {
 @pytest.mark.parametrize(("program", "category", "words"), WARNINGS.values(), ids=WARNINGS)
 def test_warnings(program, category, words):
     """Each comes once, and points to the line of the caller."""
-    if words is NO_CUDA and torch.cuda.is_available():
+    if NO_CUDA in words and torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA; there the warning is not due")
     with pytest.warns(category) as caught:
         program()
@@ -288,3 +291,46 @@ def test_warnings(program, category, words):
     assert _said(str(warning.message), words), str(warning.message)
     assert warning.filename == __file__
     assert warning.lineno in {line for *_, line in program.__code__.co_lines()}
+
+
+def _apex():
+    return {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 3}}
+
+
+def _deepspeed():
+    return {"cur_scale": 4096.0, "cur_iter": 3, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
+
+
+NOT_OURS = {
+    "a whole checkpoint": (
+        lambda: {"model": {}, "optimizer": _sgd().state_dict(), "scaler": TORCHS},
+        "model, optimizer, scaler without scale, ... ; pass its part 'scaler'",
+    ),
+    "an optimizer's": (
+        lambda: _sgd().state_dict(),
+        "state, param_groups ... is the dict of an optimizer; pass what",
+    ),
+    "a model's": (
+        lambda: torch.nn.Linear(1, 1).state_dict(),
+        "weight, bias ... pass what scaler.state_dict() returned",
+    ),
+    "apex'": (_apex, "pass state_to_dict(lossscale.state_from_tool('apex', saved))"),
+    "DeepSpeed's": (_deepspeed, "pass state_to_dict(lossscale.state_from_tool('deepspeed', saved))"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), NOT_OURS.values(), ids=NOT_OURS)
+def test_a_dict_that_no_scaler_saved_is_named(make, words):
+    """It is torch's KeyError and ours, and says what was given and what to pass."""
+    with pytest.raises(KeyError) as caught:
+        GradScaler("cpu").load_state_dict(make())
+    assert isinstance(caught.value, CheckpointError)
+    assert _said(str(caught.value), f"load_state_dict() was given a dict of ... {words}"), str(caught.value)
+
+
+@pytest.mark.parametrize(("tool", "make"), [("apex", _apex), ("deepspeed", _deepspeed)])
+def test_the_remedy_for_another_tools_dict_works(tool, make):
+    """The call that the error names loads the scale."""
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(state_to_dict(state_from_tool(tool, make())))
+    assert scaler.get_scale() == 4096.0
