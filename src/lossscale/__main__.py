@@ -4,7 +4,7 @@ import sys
 
 from lossscale._versions import versions
 
-_EXTRAS = {"click": "cli", "matplotlib": "plot", "sklearn": "demo", "threadpoolctl": "demo", "torch": "torch"}
+_EXTRAS = {"click": "cli", "matplotlib": "plot", "threadpoolctl": "demo", "torch": "torch"}
 
 
 def main() -> None:

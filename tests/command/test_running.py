@@ -35,7 +35,7 @@ def _without(packages, *arguments):
 
 def test_the_version_needs_no_extra():
     """`lossscale --version` runs where only the core's requirements are installed, and names the frameworks."""
-    done = _python("-c", _without("click matplotlib sklearn", "--version"))
+    done = _python("-c", _without("click matplotlib threadpoolctl", "--version"))
     first, python, *frameworks = done.stdout.splitlines()
     assert (first, done.stderr) == (f"lossscale {lossscale_core.__version__}", "")
     assert python == f"python {platform.python_version()}"
@@ -48,9 +48,9 @@ def test_the_cli_extra_is_enough_without_pictures(tmp_path, monkeypatch):
     (tmp_path / "torch.json").write_text('{"init_scale": 8.0, "growth_interval": 5}')
     monkeypatch.chdir(tmp_path)
     for arguments in (("policy", "convert", "torch.json"), ("simulate", "dynamic", "t.csv"), ("--help",)):
-        done = _python("-c", _without("matplotlib sklearn torch", *arguments))
+        done = _python("-c", _without("matplotlib threadpoolctl torch", *arguments))
         assert done.returncode == 0, done.stderr
-    done = _python("-c", _without("matplotlib sklearn", "plot", "t.csv", "-o", "s.png"))
+    done = _python("-c", _without("matplotlib threadpoolctl", "plot", "t.csv", "-o", "s.png"))
     assert done.returncode == 2
     assert "this command needs matplotlib, which is not installed; run: pip install 'lossscale[plot]'" in done.stderr
 

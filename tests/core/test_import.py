@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow", "keras", "cupy", "optax", "flax"}
-EXTRAS = {"click", "matplotlib", "sklearn", "hypothesis"}
+EXTRAS = {"click", "matplotlib", "threadpoolctl", "hypothesis"}
 LATE = {"lossscale_core.testing", "lossscale", "logging", "pathlib"}
 
 

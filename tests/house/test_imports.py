@@ -26,7 +26,7 @@ PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
 COMMAND = {
     "_recording": {"torch", "lossscale_torch"},
     "cli": {"click", "matplotlib", "numpy", "torch"},
-    "demo": {"numpy", "sklearn", "threadpoolctl"},
+    "demo": {"numpy", "threadpoolctl"},
 }
 """The imports of the parts of the command in addition to the core; the other parts have none."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:  # the demo imports scikit-learn, which a picture of a trace does not need
+if TYPE_CHECKING:  # the demo imports threadpoolctl, which a picture of a trace does not need
     from lossscale.cli._trace import Trace
     from lossscale.demo import Run
 

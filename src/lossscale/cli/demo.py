@@ -36,7 +36,7 @@ def command(policy_file: Path | None, weight: float, seed: int, steps: int, out:
     """
     if not weight <= 1.0:
         raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
-    # Imported late, since scikit-learn and matplotlib take seconds.
+    # Imported late, since matplotlib takes seconds.
     from lossscale.cli._pictures import draw_demo
     from lossscale.demo import DEFAULT_POLICY, WEIGHTS, Run, regimes, train
 
