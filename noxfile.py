@@ -229,6 +229,9 @@ def docs(session: nox.Session) -> None:
         session.run("python", "docs/_site/check_repository.py", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
+WHEEL_BYTES = 300_000  # what a package of Python files should not exceed
+
+
 @nox.session(reuse_venv=False)
 def build(session: nox.Session) -> None:
     """Build the wheel and test it where no source tree is in reach: `nox -s build`."""
@@ -236,6 +239,8 @@ def build(session: nox.Session) -> None:
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist", silent=True)
     (wheel,) = Path("dist").resolve().glob("*.whl")
+    if wheel.stat().st_size > WHEEL_BYTES:
+        session.error(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {WHEEL_BYTES}")
     session.install(str(wheel))
     session.run("python", "-c", "import lossscale, lossscale_core as c; c.testing.simulate('dynamic', [True])")
     session.run("lossscale", success_codes=[2])
