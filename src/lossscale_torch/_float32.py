@@ -305,7 +305,9 @@ def _first_overflow(passes: Passes, at_least: float | None) -> _Overflow | None:
     if overflow := next((each for each in passes.forward if each.overflowed), None):
         return _Overflow(f"forward: overflows in {overflow}", overflow.module)
     if not math.isfinite(passes.value):
-        return _Overflow(f"forward: the loss is {passes.value:g} though nothing overflows; look at the inputs", "")
+        return _Overflow(
+            f"forward: the loss is {passes.value:g} though nothing in low precision overflows; look at the inputs", ""
+        )
     if at_least is None or not (cause := passes.cause_at(at_least)):
         return None
     records, _ = passes.at(at_least)
