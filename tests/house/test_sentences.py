@@ -10,10 +10,11 @@ ROOT = Path(__file__).parents[2]
 ROWS = tomllib.loads((Path(__file__).parent / "sentences.toml").read_text(encoding="utf-8"))
 PAGES = ["README.md", "SECURITY.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 FENCES = re.compile(r"^( *)(```+).*?^\1\2$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^(?:#|<a id=).*$", re.MULTILINE)
 DRAWN = re.compile(r"^<!-- keys of .*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)  # tests/house/test_migrating_page.py
 PROMISE = re.compile(
     r"\b(?:never|always|bit for bit|exact|exactly|guess(?:es)?|same bits|[KM]iB|PolicyError|changes nothing"
-    r"|nothing waits|does not wait|no network|every ordered pair|at most|refuse[sd]?)\b",
+    r"|nothing waits|does not wait|no network|every ordered pair|at most|refuse[sd]?|\w+Error|\w+Warning)\b",
     re.IGNORECASE,
 )
 
@@ -24,7 +25,7 @@ def _text(page):
 
 def _sentences(text):
     """Return the sentences of the prose, and the rows of the tables."""
-    for block in re.split(r"\n\s*\n", DRAWN.sub("", FENCES.sub("", text))):
+    for block in re.split(r"\n\s*\n", HEADING.sub("", DRAWN.sub("", FENCES.sub("", text)))):
         if block.lstrip().startswith("|"):
             yield from block.splitlines()
             continue
