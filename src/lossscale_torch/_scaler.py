@@ -216,15 +216,13 @@ class GradScaler(PlacedScaler):
                 return
             flag = torch.zeros_like(scale)
             found = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
-            if self._needs_norm:
-                ranks = self._ranks
-                groups = ranks.groups_of_norm([optimizer])
-                if groups and not found:  # this rank takes part all the same
-                    found = {scale.device: flag}
-                if found:
-                    record["norm"] = total_norm([optimizer], scale.device, groups, ranks.norm_group)
+            groups = self._ranks.groups_of_norm([optimizer]) if self._needs_norm else []
+            if groups and not found:  # this rank takes part all the same
+                found = {scale.device: flag}
             record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY
             record.pop("given_up", None)
+            if self._needs_norm and found:
+                record["norm"] = total_norm([optimizer], scale.device, groups, self._ranks.norm_group)
 
     @not_compiled
     def unscale_and_clip_(
@@ -237,10 +235,10 @@ class GradScaler(PlacedScaler):
 
         Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The norm is that of all ranks, however the
         parameters lie on device meshes and beside them; every rank of a mesh must make this call. It takes a second
-        read for a norm that is not finite or tiny, and where float64 does not hold the powers of all gradients; and it
-        takes two passes if `unscale_` was replaced. Synchronises with the host once for an ordinary optimizer, and once
-        more for a second read; for a fused one on a CUDA device not at all. An error leaves the gradients as they were.
-        A disabled scaler only clips.
+        read for a norm that is not finite or tiny, and where float64 does not hold the powers of all gradients. If
+        `unscale_` was replaced it calls that and then clips; else an error leaves the gradients as they were.
+        Synchronises with the host once for an ordinary optimizer, and once more for a second read; for a fused one on
+        a CUDA device not at all. A disabled scaler only clips.
 
         Args:
             optimizer: An optimizer, or several to clip by the norm of all their gradients together; then an overflow in
