@@ -114,8 +114,34 @@ _ARGUMENTS = {
     "global_clipnorm": dataclasses.replace(_MAX_NORM, text="a positive number", minimum=float(np.nextafter(0.0, 1.0))),
     "retries": dataclasses.replace(COUNT_OR_ZERO, hint="pass 8, or 0 for one try"),
     "updates_per_step": dataclasses.replace(COUNT, hint="pass 1 for one update at the end of each step"),
+    "accumulation_steps": dataclasses.replace(COUNT, hint="pass 1, or leave it out, for a step after each batch"),
+    "every_n_batches": dataclasses.replace(COUNT_OR_NONE, hint="leave it out for epochs only"),
 }
 """The rule of each number that adapters take in addition to a policy, by the name of the argument."""
+
+
+_OTHER_NAMES = {
+    "init_scale": ("initial_scale", "init_loss_scale", "initial_loss_scale"),
+    "growth_factor": ("multiplier", "scale_factor", "incr_ratio"),
+    "backoff_factor": ("decr_ratio",),
+    "growth_interval": (
+        *("dynamic_growth_steps", "scale_window", "loss_scale_window", "increment_period", "period"),
+        "incr_every_n_steps",
+    ),
+    "hysteresis": ("delayed_shift", "decr_every_n_nan_or_inf"),
+    "min_scale": ("min_loss_scale", "minimum_loss_scale"),
+    "max_scale": ("max_loss_scale", "maximum_loss_scale"),
+    "max_norm": ("clip_norm", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val", "global_clipnorm"),
+    "global_clipnorm": ("max_norm", "clip_norm", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val"),
+    "accumulation_steps": ("gradient_accumulation_steps", "every_k_schedule"),
+}
+"""What other tools call an argument, by its name here."""
+
+
+def _name_here(name: str, known: list[str]) -> str:
+    """Return the name here of an argument of another tool: a known one if there is one, or else a setting's."""
+    here = [each for each, others in _OTHER_NAMES.items() if name in others]
+    return next((each for each in here if each in known), next((each for each in here if each in RULES), name))
 
 
 def check_setting(name: str, value: Any) -> Any:
@@ -123,7 +149,8 @@ def check_setting(name: str, value: Any) -> Any:
 
     Args:
         name: A setting of the library's policies, such as `"growth_interval"`, or an argument of the adapters:
-            `"max_norm"`, `"global_clipnorm"`, `"retries"` or `"updates_per_step"`.
+            `"max_norm"`, `"global_clipnorm"`, `"retries"`, `"updates_per_step"`, `"accumulation_steps"` or
+            `"every_n_batches"`.
         value: Any value.
 
     Returns:
@@ -192,9 +219,12 @@ def explain_arguments(called: CallableT) -> CallableT:
             wrong = next((name for name in kwargs if name not in known), None)
             if wrong is None:
                 raise
-            message = unknown_name(wrong, f"an argument of {owner}", known)
-            if wrong in RULES and "policy" in known:
-                settings = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items() if name in RULES)
+            named = [(_name_here(name, known), value) for name, value in kwargs.items() if name not in known]
+            message, here = unknown_name(wrong, f"an argument of {owner}", known), _name_here(wrong, known)
+            if here in known:
+                message = f"{shown(wrong)} is called {here} in {owner}; write {here}={shown(kwargs[wrong])}"
+            elif here in RULES and "policy" in known:
+                settings = ", ".join(f"{name}={shown(value)}" for name, value in named if name in RULES)
                 message = f"{wrong} is a setting of a policy; write {owner}(..., policy=DynamicScaling({settings}))"
             raise TypeError(message) from None
 

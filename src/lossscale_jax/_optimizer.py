@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
-from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, explain_arguments
+from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, explain_arguments, shown
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _gradients
 from lossscale_jax._gradients import PyTree, Skip, Tree, as_arrays, divide, each_finite, lifted, map_gradients, multiply
@@ -136,16 +136,19 @@ def loss_scaled(
     if isinstance(inner, type) or not (hasattr(inner, "init") and hasattr(inner, "update")):
         hint = "pass one that is made, such as optax.adamw(1e-3), and the policy after it"
         raise TypeError(f"inner={inner!r} must be an optimizer with init and update; {hint}")
-    if not (isinstance(accumulation_steps, int) and accumulation_steps >= 1):
-        raise PolicyError(f"accumulation_steps={accumulation_steps!r} must be an integer of at least 1")
+    accumulation_steps = check_setting("accumulation_steps", accumulation_steps)
     accumulates = accumulation_steps > 1
     if axis_name is not None and (max_norm is not None or accumulates):
         hint = "reduce the gradients over the axis first and leave axis_name out"
         raise PolicyError(f"max_norm and accumulation_steps take reduced gradients, and axis_name others; {hint}")
-    choices = {"drop": ("window", "micro_batch"), "skip": ("cond", "select"), "keep_dtypes": (True, False)}
+    choices: dict[str, tuple[Any, Any, str]] = {
+        "drop": ("window", "micro_batch", "leave it out to drop the whole window"),
+        "skip": ("cond", "select", "leave it out for the one that suits the backend"),
+        "keep_dtypes": (True, False, "leave it out for False"),
+    }
     for name, value in (("drop", drop), ("skip", "cond" if skip is None else skip), ("keep_dtypes", keep_dtypes)):
-        if value not in choices[name]:
-            raise PolicyError("{}={!r} must be {!r} or {!r}".format(name, value, *choices[name]))
+        if value not in choices[name][:2]:
+            raise PolicyError("{}={} must be {!r} or {!r}; {}".format(name, shown(value), *choices[name]))
     check_guard(guard)
     policy = as_policy(policy)
     max_norm = None if max_norm is None else float(check_setting("max_norm", max_norm))

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from lossscale_core.adapters import BAD_LOSS, log_event
+from lossscale_core.adapters import BAD_LOSS, check_setting, log_event
 from lossscale_keras._optimizer import LossScaleOptimizer
 
 
@@ -25,14 +25,12 @@ class LossScaleLogger(keras.callbacks.Callback):
             JAX such an entry makes `fit` copy the state of the step back to the variables.
 
     Raises:
-        ValueError: `every_n_batches` is below 1.
+        PolicyError: `every_n_batches` is not a whole number from 1.
     """
 
     def __init__(self, every_n_batches: int | None = None) -> None:
         super().__init__()
-        if every_n_batches is not None and every_n_batches < 1:
-            raise ValueError(f"every_n_batches={every_n_batches!r} must be at least 1; leave it out for epochs only")
-        self.every_n_batches = every_n_batches
+        self.every_n_batches = check_setting("every_n_batches", every_n_batches)
         self._has_bad_loss = False
 
     def on_train_begin(self, logs: Any = None) -> None:

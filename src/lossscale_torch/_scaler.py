@@ -666,8 +666,8 @@ class GradScaler(PlacedScaler):
 
         Raises:
             RuntimeError: torch's, for an empty dict.
-            CheckpointError: For a dict of something else, which is torch's `KeyError`, too; for a newer version; and for
-                a value that no state can hold.
+            CheckpointError: For a dict of something else, which is torch's `KeyError`, too, for a newer version, and
+                for a value that no state can hold.
         """
         if not self._enabled:
             return

@@ -235,16 +235,33 @@ def test_a_large_max_norm_clips_nothing_and_one_of_zero_all(max_norm, size):
         ({"max_norm": float("nan")}, "max_norm=nan must be a number from 0"),
         ({"max_norm": 1.0, "axis_name": "data"}, "reduce the gradients over the axis first"),
         ({"accumulation_steps": 2, "axis_name": "data"}, "reduce the gradients over the axis first"),
-        ({"accumulation_steps": 0}, "accumulation_steps=0 must be an integer of at least 1"),
+        (
+            {"accumulation_steps": 0},
+            r"accumulation_steps=0 must be a whole number from 1 to .*; pass 1, or leave it out",
+        ),
         ({"keep_dtypes": "float16"}, "keep_dtypes=.float16. must be True or False"),
         ({"skip": True}, "skip=True must be 'cond' or 'select'"),
-        ({"drop": "batch"}, "drop='batch' must be 'window' or 'micro_batch'"),
+        ({"drop": "batch"}, "drop='batch' must be 'window' or 'micro_batch'; leave it out to drop the whole window"),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):
     """Each is refused before anything is lost."""
     with pytest.raises(PolicyError, match=message):
         loss_scaled(optax.sgd(1.0), POLICY, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_norm": 1.0}, "'clip_norm' is called max_norm in loss_scaled; write max_norm=1.0"),
+        ({"scale_window": 100}, r"scale_window is a setting of a policy; .*DynamicScaling\(growth_interval=100\)"),
+        ({"every_k_schedule": 4}, "'every_k_schedule' is called accumulation_steps in loss_scaled"),
+    ],
+)
+def test_the_names_of_other_tools_are_known(settings, message):
+    """The error has the name that a setting has here."""
+    with pytest.raises(TypeError, match=message):
+        loss_scaled(optax.sgd(1.0), **settings)
 
 
 def test_wrapping_twice_is_refused():

@@ -79,8 +79,9 @@ def test_the_logger_logs_batches_and_spikes_and_raises():
     plain = _model(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
     with pytest.warns(UserWarning, match="LossScaleLogger logs nothing: the optimizer is LossScaleOptimizer"):
         plain.fit(DATA, DATA.sum(axis=1), verbose=0, callbacks=[LossScaleLogger()])
-    with pytest.raises(ValueError, match="every_n_batches=0"):
-        LossScaleLogger(every_n_batches=0)
+    for wrong in (0, "10", 2.5, True):
+        with pytest.raises(ValueError, match=f"every_n_batches={wrong!r} must be .*; leave it out for epochs only"):
+            LossScaleLogger(every_n_batches=wrong)
 
 
 def _code_with(words):

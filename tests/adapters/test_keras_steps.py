@@ -355,3 +355,13 @@ def test_variables_are_named_after_the_optimizer():
     """So that they stay together in `model.get_state_tree()`."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, name="inner"), guard=SpikeGuard(), name="scaled")
     assert {each.path.partition("/")[0] for each in optimizer.variables} == {"scaled", "inner"}
+
+
+def test_keras_own_settings_are_those_of_a_policy():
+    """The wrapper of Keras has two, by its own names; the error has the policy that they mean."""
+    inner = keras.optimizers.SGD(0.1)
+    hint = r"policy=DynamicScaling\(init_scale=1024.0, growth_interval=100\)"
+    with pytest.raises(TypeError, match=rf"initial_scale is a setting of a policy; write .*{hint}"):
+        LossScaleOptimizer(inner, initial_scale=1024.0, dynamic_growth_steps=100)
+    with pytest.raises(TypeError, match=r"'clip_norm' is called global_clipnorm in LossScaleOptimizer; write .*=1.0"):
+        LossScaleOptimizer(inner, clip_norm=1.0)

@@ -9,7 +9,7 @@ import torch
 from lossscale import state_from_tool
 from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
 from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, PolicyError
-from lossscale_torch import GradScaler, overflow_report
+from lossscale_torch import GradScaler, guarded, overflow_report
 from lossscale_torch.hooks import Hook
 
 INF, NAN = float("inf"), float("nan")
@@ -326,6 +326,16 @@ def test_a_dict_that_no_scaler_saved_is_named(make, words):
         GradScaler("cpu").load_state_dict(make())
     assert isinstance(caught.value, CheckpointError)
     assert _said(str(caught.value), f"load_state_dict() was given a dict of ... {words}"), str(caught.value)
+
+
+def test_the_names_of_other_tools_are_known():
+    """The error has the name that a setting has here, also of `guarded`."""
+    with pytest.raises(
+        TypeError, match=r"'scale_window' is called growth_interval in GradScaler; write growth_interval=100"
+    ):
+        GradScaler("cpu", scale_window=100)
+    with pytest.raises(TypeError, match=r"'clip_norm' is called max_norm in guarded; write max_norm=1.0"):
+        guarded(_sgd(), clip_norm=1.0)
 
 
 @pytest.mark.parametrize(("tool", "make"), [("apex", _apex), ("deepspeed", _deepspeed)])

@@ -49,6 +49,10 @@ SETTINGS = "known: init_scale, growth_factor, backoff_factor, growth_interval, h
             f"'hysteresys' is not an argument of DynamicScaling; did you mean 'hysteresis'? {SETTINGS}",
         ),
         (lambda: NoScaling(init_scale=4.0), "'init_scale' is not an argument of NoScaling; known: none"),
+        (
+            lambda: DynamicScaling(scale_window=100),
+            "'scale_window' is called growth_interval in DynamicScaling; write growth_interval=100",
+        ),
         (lambda: SpikeGuard(treshold=8.0), "'treshold' is not an argument of SpikeGuard; did you mean 'threshold'?"),
     ],
 )
