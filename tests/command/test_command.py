@@ -226,6 +226,7 @@ REFUSED = [
     ("checkpoint good.txt", "good.txt must be a file in JSON (.json), or written by torch.save"),
     ("checkpoint object.json", "no known scaler under the names loss; pass its own part"),
     ("checkpoint flood.json", "and 989 more"),
+    ("checkpoint odd.json", "save these names: scale, _growth_tracker; pass --from TOOL"),
     ("checkpoint odd.json --from torch", "growth_tracker=inf"),
     ("run --trace scale.txt bad.toml", "--trace scale.txt must end in .csv"),
     ("run --trace none/scale.csv bad.toml", "the folder none does not exist"),
