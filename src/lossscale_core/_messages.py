@@ -113,26 +113,6 @@ def unknown_name(name: Any, what: str, known: Iterable[str]) -> str:
     return f"{shown(name)} is not {what}; {nearest_name(name, names)}known: {', '.join(names) or 'none'}"
 
 
-def not_a_state(value: Any, call: str, source: str = "init_state or update") -> TypeError:
-    """Return the error for a value in the place of a state, such as a swapped argument or a state that holds one.
-
-    Args:
-        value: Any value without a loss scale.
-        call: The right call, such as `unscale(grads, state)`.
-        source: The functions that return a state.
-
-    Returns:
-        The error, to raise.
-    """
-    if hasattr(value, "scale_state"):
-        kind = type(value).__name__
-        return TypeError(f"the {kind} is not a state of a policy, but holds one; call {call}, with its scale_state")
-    return TypeError(
-        f"state={shown(value)} is not a state, since it has no loss_scale; call {call}, with a state that {source} "
-        "returned"
-    )
-
-
 def require_flag(grads_finite: Any, call: str) -> None:
     """Raise `TypeError` unless a value is a bool of shape `()` of any framework; by its type, also if it is traced.
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
-from lossscale_core._messages import not_a_state, require_flag
+from lossscale_core._messages import require_flag
 from lossscale_core._settings import SMALLEST_SCALE, explain_arguments
-from lossscale_core._state import Array, HostScalar, ScaleState, StateT, one_more
+from lossscale_core._state import Array, HostScalar, ScaleState, StateT, loss_scale_of, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the new count of steps, and the array namespace."""
@@ -239,10 +239,7 @@ def _select(
     grads_finite: Array, after_finite: Transition, after_overflow: Transition, state: Any, xp: Namespace | None
 ) -> Any:
     """Return the state after the transition that `grads_finite` chooses."""
-    try:
-        loss_scale = state.loss_scale
-    except AttributeError as error:
-        raise not_a_state(state, _UPDATE) from error
+    loss_scale = loss_scale_of(state, _UPDATE)
     xp = namespace(loss_scale) if xp is None else xp
     if xp is np and loss_scale.shape == ():  # NumPy computes on scalars ten times as fast
         scalars = state._make(value[()] for value in state)

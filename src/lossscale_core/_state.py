@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lossscale_core._messages import not_a_state
+from lossscale_core._messages import shown
 from lossscale_core._settings import LARGEST_COUNT
 
 if TYPE_CHECKING:
@@ -84,7 +84,13 @@ def loss_scale_of(state: Any, call: str, source: str = "init_state or update") -
     try:
         return state.loss_scale
     except AttributeError as error:
-        raise not_a_state(state, call, source) from error
+        fault, hint = (
+            f"state={shown(state)} is not a state, since it has no loss_scale",
+            f"a state that {source} returned",
+        )
+        if hasattr(state, "scale_state"):
+            fault, hint = f"the {type(state).__name__} is not a state of a policy, but holds one", "its scale_state"
+        raise TypeError(f"{fault}; call {call}, with {hint}") from error
 
 
 def require_one_state(state: Any, call: str) -> None:
