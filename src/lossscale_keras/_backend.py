@@ -1,5 +1,6 @@
 """The parts that `keras.ops` lacks, for the backend on which Keras runs in this process."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,20 @@ def replica_number() -> int | None:
     # On TPUs the number may be a tensor without a value while a step is traced, as one trace serves all replicas:
     # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/distribute_lib.py#L3514
     return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
+
+
+def outside_of_traces(variables: list[Any]) -> Any:
+    """Return a context that leaves the trace of TensorFlow, if the variables have values outside of it.
+
+    They have none if the model is being built in it. Then only the trace can read them, as `ScheduleFreeAdamW` does.
+    """
+    if BACKEND != "tensorflow" or tf.executing_eagerly():
+        return contextlib.nullcontext()
+    with tf.init_scope():
+        exist = tf.distribute.has_strategy() or all(
+            bool((each.value if isinstance(each, keras.Variable) else each).is_initialized()) for each in variables
+        )
+    return tf.init_scope() if exist else contextlib.nullcontext()
 
 
 def shared_variable(name: str) -> Any:

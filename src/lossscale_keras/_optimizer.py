@@ -17,7 +17,15 @@ from lossscale_core import adapters
 from lossscale_core.adapters import shown
 from lossscale_core.errors import CallOrderError, CheckpointWarning
 from lossscale_keras import _replicas as replicas
-from lossscale_keras._backend import BACKEND, is_compiling, is_traced, require_training, unconverted, xp
+from lossscale_keras._backend import (
+    BACKEND,
+    is_compiling,
+    is_traced,
+    outside_of_traces,
+    require_training,
+    unconverted,
+    xp,
+)
 from lossscale_keras._losses import Losses, ScaledLoss
 from lossscale_keras._step import Checked, LastStep, States, Stored, check, unscaled
 from lossscale_keras._verbs import Tree, dense, scale
@@ -79,7 +87,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer = inner_optimizer
         self.policy: core.ScalingPolicy = policy
         self.guard = guard
-        self.global_clipnorm = self._max_norm = clipnorm
+        self._max_norm = clipnorm
         self._watch = core.ScaleWatch()
         self._losses = Losses()
         with keras.name_scope(self.name, caller=self):
@@ -219,7 +227,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     _once = staticmethod(replicas.once)
 
     def _build_for(self, variables: list[Any]) -> None:
-        with keras.name_scope(self.name, caller=self):
+        with keras.name_scope(self.name, caller=self), outside_of_traces(variables):
             self.build(variables)
 
     def _build_inner(self, variables: list[Any]) -> None:
@@ -304,6 +312,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._state.assign(states.scale, before.scale)
         if self._guard_state is not None:
             self._guard_state.assign(states.guard, before.guard)
+
+    @property
+    def global_clipnorm(self) -> float | None:
+        """The norm to clip unscaled gradients to; a step that is traced already keeps the one before."""
+        return self._max_norm
+
+    @global_clipnorm.setter
+    def global_clipnorm(self, norm: float | None) -> None:
+        self._max_norm = None if norm is None else self._clipnorm_of(self.inner_optimizer, norm)
 
     @property
     def loss_scale(self) -> Any:

@@ -86,6 +86,21 @@ def test_clipping_is_that_of_two_passes(is_inner, sizes):
         np.testing.assert_allclose(0.5 - value_of(variable), grad * min(1.0, 2.0 / norm), rtol=1e-5, atol=1e-7)
 
 
+def test_the_norm_to_clip_to_can_be_set():
+    """There is one number: what is read is what is used; what cannot be used is refused."""
+    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0, global_clipnorm=1.0), _variables((1,))
+    for norm, after in ((1.0, -0.5), (0.25, -0.75), (None, -4.75)):
+        optimizer.global_clipnorm = norm
+        assert optimizer.global_clipnorm == norm
+        vars(optimizer).pop("_jitted_by_test", None)
+        vars(optimizer).pop("_graph_by_test", None)
+        apply(optimizer, variables, [np.full(1, 8.0, np.float32)])
+        np.testing.assert_allclose(value_of(variables[0]), after, rtol=1e-6)
+    with pytest.raises(PolicyError, match="global_clipnorm=-1"):
+        optimizer.global_clipnorm = -1
+    assert optimizer.global_clipnorm is None
+
+
 @pytest.mark.parametrize(
     ("rate", "arguments", "grad", "after"),
     [

@@ -333,15 +333,35 @@ def test_embeddings(jit_compile):
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this version of Keras has none")
-def test_schedule_free_with_a_model_that_is_built_in_fit():
+@pytest.mark.parametrize("wrapper", [LossScaleOptimizer, lossscale_keras.LossScaleOptimizer])
+def test_schedule_free_with_a_model_that_is_built_in_fit(wrapper):
     """Its averages begin at the model's first values, which are only known in the trace; it trains as the bare one."""
     make = lambda: keras.optimizers.ScheduleFreeAdamW(0.05)  # noqa: E731
     layers = lambda: [keras.layers.Dense(4), keras.layers.Dense(1)]  # noqa: E731
     ours, bare = (
         _fit(_model(optimizer, layers, jit_compile=False), *_data(4), epochs=3)
-        for optimizer in (LossScaleOptimizer(make(), POLICY), make())
+        for optimizer in (wrapper(make(), POLICY), make())
     )
     _assert_close(ours, bare)
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this version of Keras has none")
+@pytest.mark.parametrize("wrapper", [LossScaleOptimizer, lossscale_keras.LossScaleOptimizer])
+def test_schedule_free_with_a_model_that_is_built_before_fit(wrapper):
+    """Its averages are made outside of the trace; the bare optimizer, built before, ends there, too."""
+    results = []
+    for is_wrapped in (True, False):
+        keras.utils.set_random_seed(0)
+        inner = keras.optimizers.ScheduleFreeAdamW(0.05)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        if not is_wrapped:
+            inner.build(model.trainable_variables)
+        model.compile(wrapper(inner, POLICY) if is_wrapped else inner, "mse", jit_compile=False)
+        x = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+        model.fit(x, x.sum(axis=1), epochs=3, verbose=0, shuffle=False)
+        results.append([each.numpy() for each in model.trainable_variables])
+    for ours, bare in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, bare, rtol=1e-5)
 
 
 @pytest.mark.parametrize("of", [tf_keras.optimizers, tf_keras.optimizers.legacy])

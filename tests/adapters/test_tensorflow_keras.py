@@ -322,3 +322,42 @@ def test_traces_are_let_go():
         del trace
     gc.collect()
     assert [graph() for graph in graphs] == [None] * 3
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD])
+def test_what_follows_a_step(make):
+    """`apply_gradients` and `minimize` return the count of applied steps, for which a graph can wait."""
+    optimizer, variable, copied = LossScaleOptimizer(make(1.0), 4.0), tf.Variable(0.0), tf.Variable(0.0)
+    optimizer.build([variable])
+
+    @tf.function(autograph=False)
+    def step(grad):
+        for take in (
+            lambda: optimizer.apply_gradients([(grad, variable)]),
+            lambda: optimizer.minimize(lambda: variable * 2.0, [variable]),
+        ):
+            done = take()
+            with tf.control_dependencies([done]):
+                copied.assign_add(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32))
+        return done
+
+    with pytest.warns(UserWarning, match="not called"):
+        assert int(step(tf.constant(1.0))) == 2
+    assert (float(variable), float(copied)) == (-3.0, -4.0)
+    done = optimizer.minimize(lambda: variable * 2.0, [variable])
+    assert int(done) == 3
+
+
+@EACH_MODE
+def test_gradients_that_are_numbers(mode):
+    """Of Python and NumPy, in a structure."""
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 4.0), tf.Variable(0.0)
+    optimizer.build([variable])
+
+    def step():
+        optimizer.get_scaled_loss(tf.constant(1.0))
+        first, second = optimizer.get_unscaled_gradients([8.0, np.float32(4.0)])
+        optimizer.apply_gradients([(first + second, variable)])
+
+    mode(step)()
+    assert float(variable) == -3.0

@@ -87,17 +87,6 @@ def build(inner: Any, variables: Any) -> None:
         inner._create_all_weights(as_tensorflow(variables))
 
 
-def values_exist(variables: Any) -> bool:
-    """Return whether variables have values outside of this trace.
-
-    They have none if the model is being built in it. Then only the trace can read them, as `ScheduleFreeAdamW` does.
-    """
-    if tf.executing_eagerly() or tf.distribute.has_strategy():
-        return True
-    with tf.init_scope():
-        return all(bool(variable.is_initialized()) for variable in as_tensorflow(variables))
-
-
 def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
     """Let an optimizer of tf_keras apply gradients that are summed over the replicas already."""
     is_legacy = hasattr(inner, "_create_slots")

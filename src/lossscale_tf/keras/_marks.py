@@ -41,13 +41,13 @@ def mark_of(leaf: Any, owner: Any) -> Mark | None:
 
 def mark_gradient(owner: Any, leaf: Gradient, grad: Any, loss_scale: tf.Tensor, kind: Any) -> None:
     """Mark a gradient before and after unscaling; in a graph with its origin, unless its dtype has changed."""
-    unscaled = Mark(owner, kind, loss_scale)
-    is_same = not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype)
-    leaf._loss_scaling = unscaled._replace(origin=grad) if is_same else unscaled
+    leaf._loss_scaling = unscaled = Mark(owner, kind, loss_scale)
     if isinstance(leaf, tf.IndexedSlices):
         leaf.values._loss_scaling = unscaled
-    if isinstance(grad, tf.Tensor | tf.IndexedSlices):
+    if isinstance(grad, tf.Tensor | tf.IndexedSlices):  # it may also be a number, or an array
         grad._loss_scaling = Mark(owner, "scaled", loss_scale)
+        if not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype):
+            leaf._loss_scaling = unscaled._replace(origin=grad)
 
 
 def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:

@@ -2,8 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self, cast
 
 import keras
 import tensorflow as tf
@@ -31,7 +30,6 @@ from lossscale_tf.keras._inner import (
     own_aggregator,
     require_no_session,
     require_tensorflow,
-    values_exist,
 )
 from lossscale_tf.keras._marks import Steps, mark_gradient, mark_of, origins
 from lossscale_tf.keras._names import (
@@ -169,7 +167,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         *,
         grad_loss: Any = None,
         name: str | None = None,
-    ) -> None:
+    ) -> Any:
         """Take a whole step: scale `loss`, differentiate, unscale and apply.
 
         Args:
@@ -179,10 +177,13 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             grad_loss: The gradient of the loss itself, if it is not 1.
             name: Not used.
 
+        Returns:
+            The result of `apply_gradients`.
+
         Raises:
             ValueError: The loss is a tensor and `tape` is missing, or no variable has a gradient.
         """
-        self.apply_gradients(self.compute_gradients(loss, var_list, tape, grad_loss=grad_loss), name=name)
+        return self.apply_gradients(self.compute_gradients(loss, var_list, tape, grad_loss=grad_loss), name=name)
 
     def compute_gradients(
         self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, *, grad_loss: Any = None
@@ -259,12 +260,19 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             **aggregation: `experimental_aggregate_gradients=False` or `skip_gradients_aggregation=True` says that the
                 gradients are summed already.
 
+        Returns:
+            The count of applied steps: in a graph a tensor that is ready when the step has ended, to wait for by
+                `tf.control_dependencies`, or to return; eagerly the inner optimizer's variable.
+
         Raises:
             CallOrderError: `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
             TypeError: `grads_and_vars` is not a list of pairs.
             ValueError: No variable has a gradient.
         """
         self._apply(*keras_pairs(grads_and_vars), are_summed(aggregation))
+        iterations = self.inner_optimizer.iterations
+        # TensorFlow lets a read wait for the operation that may have set the variable: the branch that takes the step.
+        return iterations if tf.executing_eagerly() else tf.convert_to_tensor(iterations)
 
     @unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Any = None, *, loss: Any = None) -> None:
@@ -283,10 +291,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         named = None if loss is None else self._scale_of(loss)
         self._apply(list(grads), variables, is_summed=False, takes_scaled=True, named=named)
-
-    def stateless_apply(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise `NotImplementedError`, since Keras uses this method to train on JAX."""
-        raise NotImplementedError("stateless_apply is for Keras on JAX; lossscale_jax.loss_scaled wraps optax there")
 
     def get_updates(self, loss: Any, params: Any) -> list[Any]:
         """Take a whole step, like the method of this name in legacy optimizers of tf_keras.
@@ -360,8 +364,8 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
                 "fit by model.make_train_function(force=True)"
             )
 
-    @property
-    def global_clipnorm(self) -> float | None:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def global_clipnorm(self) -> float | None:
         """The norm that this wrapper clips to or, without one, the inner optimizer."""
         return getattr(self.inner_optimizer, "global_clipnorm", None) if self._max_norm is None else self._max_norm
 
@@ -507,10 +511,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     @staticmethod
     def _clipnorm_of(inner: Any, own: float | None) -> float | None:
         return clipnorm_of(inner, own)
-
-    def _build_for(self, variables: list[Any]) -> None:
-        with tf.init_scope() if values_exist(variables) else nullcontext():
-            super()._build_for(variables)
 
     def _build_inner(self, variables: list[Any]) -> None:
         build(self.inner_optimizer, variables)
