@@ -85,8 +85,8 @@ class Gradients:
                 return value, math.isnan(value)
         dtype = torch.float64 if device.type in HAVE_FLOAT64 else torch.float32
         norms, is_exact = self._norms(order, groups, norm_group)
-        norms = [moved(each, device).to(dtype) for each in norms] or [torch.zeros((), dtype=dtype, device=device)]
-        total = torch.linalg.vector_norm(torch.stack(norms), order)
+        norms = [moved(each, device).to(dtype) for each in norms] or [torch.zeros(1, dtype=dtype, device=device)]
+        total = torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms), order)
         if is_exact:
             is_bad = ~(total < math.inf)  # true for NaN, too, and one kernel where `isfinite` takes four
         else:
@@ -105,7 +105,7 @@ class Gradients:
         return total, is_bad
 
     def _norms(self, order: float, groups: Sequence[Any], norm_group: Any) -> tuple[list[Tensor], bool]:
-        """Return the norms of tensors, and if these show what is not finite.
+        """Return the norms of tensors, a vector for each bucket, and if these show what is not finite.
 
         The norm of what has n copies on the ranks is divided, so that the n copies together count once.
         """
@@ -129,8 +129,8 @@ class Gradients:
                 if order == math.inf and bucket[0].dtype.itemsize >= 4:
                     dtype = None
                 parts = [torch.view_as_complex(each).abs() for each in bucket] if is_complex else bucket
-                found = torch._foreach_norm(parts, order, dtype=dtype)
-                norms += torch._foreach_div(found, count ** (1.0 / order)) if count > 1 else found
+                found = torch.stack(torch._foreach_norm(parts, order, dtype=dtype))
+                norms.append(found / count ** (1.0 / order) if count > 1 else found)
         return norms, is_exact
 
     def _norm_of_order_2(self, device: torch.device) -> Tensor:
