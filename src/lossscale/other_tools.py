@@ -12,7 +12,15 @@ from numbers import Number
 from typing import Any
 
 import lossscale_core as core
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_setting, shown, shown_names, unknown_name
+from lossscale_core.adapters import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_setting,
+    shown,
+    shown_names,
+    unknown_name,
+    warn_caller,
+)
 from lossscale_core.errors import CheckpointError, LossScaleError, PolicyError
 
 __all__ = ["from_tool", "state_from_tool", "tools"]
@@ -122,8 +130,8 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
     Args:
         name: The name of the tool, such as `"torch"`; `tools` returns all.
         config: Its settings under its own names, with underscores or hyphens; numbers may be text. Keys left out, and
-            values of `"auto"`, take the tool's defaults. DeepSpeed's may be the whole JSON: without ZeRO every overflow
-            lowers the scale there, and so it does here.
+            values of `"auto"`, of which a warning tells, take the tool's defaults. DeepSpeed's may be the whole JSON:
+            without ZeRO every overflow lowers the scale there, and so it does here.
 
     Returns:
         A `DynamicScaling`, `FixedScaling` or `NoScaling`.
@@ -135,6 +143,7 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
     if not isinstance(config, Mapping):
         raise PolicyError(f"the config of {name} must be a dict, not {shown(config)}; pass json.load(file)")
     values = _named(name, tool, config)
+    _warn_of_auto(name, config)
     if name == "apex" and values.get("opt_level") in ("O0", "O3"):  # whose own default is a fixed scale
         values = {**values, "loss_scale": 1.0 if values.get("loss_scale") is None else values["loss_scale"]}
     settings = _settings(name, tool, values)
@@ -150,6 +159,16 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
             settings["hysteresis"] if (zero.get("stage") if isinstance(zero, Mapping) else zero) else 1
         )
     return _policy(name, settings)
+
+
+def _warn_of_auto(name: str, config: Mapping[str, Any]) -> None:
+    block = config["fp16"] if name == "deepspeed" and "fp16" in config else config
+    if keys := [key for key, value in block.items() if isinstance(value, str) and value == "auto"]:
+        warn_caller(
+            f'{name}: {shown_names(keys)} of "auto" is taken for the default of {name}; a trainer may fill in another '
+            "value, so write the number",
+            packages=("lossscale",),
+        )
 
 
 def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:

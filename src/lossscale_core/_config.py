@@ -67,7 +67,8 @@ def as_policy(source: Any) -> ScalingPolicy:
             f"{shown(source)} is a state and not a policy; pass its policy in this place, such as DynamicScaling(); "
             "diagnose, check_overflow_streak and ScaleWatch.log take the policy first"
         )
-    meant = nearest_name(source, _WITHOUT_SETTINGS)
+    is_fixed = source in ("fixed", "static", "constant") if isinstance(source, str) else False
+    meant = "for a fixed scale pass its number, such as 1024; " if is_fixed else nearest_name(source, _WITHOUT_SETTINGS)
     raise PolicyError(
         f"{shown(source)} is not a loss-scaling policy; {meant}pass a policy such as DynamicScaling(), "
         "'dynamic', 'none', a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"

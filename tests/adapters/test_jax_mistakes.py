@@ -268,7 +268,7 @@ def test_a_wrapped_optimizer_may_keep_a_list():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: scale(1.0, OPTIMIZER.init(PARAMS)), TypeError, r"is not a state.*get_scale_state\(opt_state\)"),
+        (lambda: scale(1.0, OPTIMIZER.init(PARAMS)), TypeError, r"is not a state.*with its scale_state"),
         (lambda: value_and_grad(sum)(PARAMS, STATE), TypeError, r"is not a state.*call value_and_grad\(fun\)\(state"),
         (lambda: loss_scaled("dynamic", optax.sgd(0.1)), TypeError, "inner='dynamic' .*and the policy after it"),
         (lambda: get_scale_state(PARAMS), ScaleStateError, r"the optimizer state \(dict\) holds no scale state"),

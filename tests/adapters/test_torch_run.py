@@ -156,6 +156,18 @@ def test_a_module_runs_as_it_does_without_us(run, tmp_path, name):
     assert (done.returncode, done.stdout) == (4, expected.stdout)
 
 
+@pytest.mark.parametrize(("options", "lines"), [((), 2), (("--trace", "ours.csv"), 1)])
+def test_an_option_after_the_script_is_the_scripts(run, tmp_path, options, lines):
+    """A line says so, unless the command has the option, too."""
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv)")
+    done = run(tmp_path, *options, "train.py", "--trace", "x.csv")
+    assert done.stdout == "['train.py', '--trace', 'x.csv']\n"
+    said = done.stderr.splitlines()
+    assert len(said) == lines
+    if lines == 2:
+        assert said[0] == "lossscale: --trace after train.py goes to the script; for lossscale write it before train.py"
+
+
 @pytest.mark.parametrize("program", [("-m", "nowhere"), ("-m", "package.nowhere")])
 def test_a_program_that_is_not_there_is_named(run, tmp_path, program):
     """Before anything else, with status 2."""

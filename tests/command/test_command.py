@@ -38,6 +38,7 @@ def test_help_fits_a_screen_and_has_an_example(command):
     help_, _ = succeed(*command, "--help")
     assert "Example:\n    lossscale" in help_
     assert help_.count("\n") <= 24
+    assert succeed(*command, "-h")[0] == help_
     if command in [(), ("policy",)]:
         assert succeed(*command)[0] == help_
 
@@ -206,6 +207,7 @@ REFUSED = [
     ("demo --policy bad.toml", "did you mean 'growth_interval'"),
     ("demo --steps 1 --out bad.toml", "bad.toml: File exists"),
     ("demo --policy streak.toml --steps 9", "max_overflow_streak=2"),
+    ("simulate fixed good.csv", "for a fixed scale pass its number, such as 1024"),
     ("simulate nan good.csv", "init_scale=nan must be a number from 2**-126 to"),
     ("simulate dynamic none.csv", "none.csv: No such file or directory; pass the path of a file that exists"),
     ("simulate dynamic good.txt", "good.txt must be a .csv file"),

@@ -82,7 +82,7 @@ DEFAULTS = {
 SAYINGS = [
     *((name, {}, policy) for name, policy in DEFAULTS.items()),
     ("deepspeed", {"loss_scale": "0", "hysteresis": 2.0, "loss_scale_window": "1000"}, DEFAULTS["deepspeed"]),
-    ("deepspeed", {"loss_scale": 0, "initial_scale_power": "auto", "auto_cast": False}, DEFAULTS["deepspeed"]),
+    ("deepspeed", {"loss_scale": 0, "auto_cast": False}, DEFAULTS["deepspeed"]),
     ("deepspeed", {"enabled": True, "loss_scale": 128}, FixedScaling(128.0)),
     (
         "deepspeed",
@@ -237,3 +237,11 @@ def test_what_no_state_can_hold_is_refused(name, saved, words):
     """The error names the key, the value and what to do."""
     with pytest.raises(CheckpointError, match=words):
         state_from_tool(name, saved)
+
+
+def test_auto_is_said_to_be_the_default():
+    """A trainer of another package fills such values in; what it fills in is not known."""
+    config = {"fp16": {"enabled": True, "initial_scale_power": "auto", "loss_scale_window": 500}}
+    with pytest.warns(UserWarning, match=r'deepspeed: initial_scale_power of "auto" is taken .* write the number'):
+        policy = from_tool("deepspeed", config)
+    assert (policy.init_scale, policy.growth_interval) == (2.0**16, 500)

@@ -14,7 +14,11 @@ from lossscale.cli._shared import example, help_if_alone, say
 from lossscale_core.errors import LossScaleError
 
 
-@click.group(epilog=example("lossscale demo"), invoke_without_command=True)
+@click.group(
+    epilog=example("lossscale demo"),
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option("", message=versions(), help="Print the versions of lossscale, Python and the frameworks.")
 @click.pass_context
 def command(context: click.Context) -> None:

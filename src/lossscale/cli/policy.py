@@ -5,7 +5,17 @@ from typing import Any
 
 import click
 
-from lossscale.cli._shared import AS_JSON, FILE, OVERWRITE, example, help_if_alone, print_policy, require_new, say
+from lossscale.cli._shared import (
+    AS_JSON,
+    FILE,
+    OVERWRITE,
+    example,
+    help_if_alone,
+    print_policy,
+    require_new,
+    say,
+    warnings_as_lines,
+)
 from lossscale.other_tools import from_tool, tools, tools_of_config
 from lossscale_core import dump_policy, load_policy, policy_to_dict
 from lossscale_core.adapters import read_data, shown
@@ -49,7 +59,8 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
             which = f"{', '.join(found)} have" if found else "no tool has"
             raise click.UsageError(f"{file}: {which} all of these keys; pass --from with one of {', '.join(tools())}")
         (tool,) = found
-    scaling = from_tool(tool, config)
+    with warnings_as_lines():
+        scaling = from_tool(tool, config)
     if out is None:
         print_policy(scaling, as_json)
     else:
