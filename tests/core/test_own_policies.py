@@ -12,9 +12,6 @@ from lossscale_core import (
     DynamicScaling,
     as_policy,
     diagnose,
-    dump_policy,
-    load_policy,
-    policy_from_dict,
     policy_to_dict,
     state_from_dict,
     state_to_dict,
@@ -34,19 +31,6 @@ def test_it_is_simulated(policy):
     trace = simulate(policy, RUN)
     assert trace.loss_scale_after.tolist() == SCALES
     assert trace.additions.tolist() == [0, 1, 1, 1, 2, 2, 3]
-
-
-@pytest.mark.parametrize("suffix", [".toml", ".json"])
-def test_it_is_read_and_written(tmp_path, suffix):
-    """Its fields come back from a dict and a file, under its kind."""
-    policy = AdditiveScaling(increment=3, growth_interval=5)
-    config = policy_to_dict(policy)
-    assert config["kind"] == "additive"
-    assert policy_from_dict(config) == as_policy(config) == policy
-    dump_policy(policy, tmp_path / f"policy{suffix}")
-    assert load_policy(tmp_path / f"policy{suffix}") == policy
-    with pytest.raises(PolicyError, match="did you mean 'increment'"):
-        policy_from_dict({"kind": "additive", "incremnt": 2.0})
 
 
 @pytest.mark.parametrize(
