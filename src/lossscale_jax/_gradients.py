@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from lossscale_core.adapters import norm_by_unit
-
 PyTree: TypeAlias = Any
 """Nested containers of arrays; JAX has no static type for them."""
 
@@ -111,24 +109,29 @@ def each_finite(grads: PyTree, factor: Array | None = None, *, keep_dtypes: bool
 def global_norm(grads: PyTree, factor: Array, *, skip: Skip = "cond") -> Array:
     """Return the 2-norm of all gradients together, times `factor`; it is finite if and only if every element is.
 
-    The gradients are read once. If their sum of squares overflows, they are read again and divided by the largest
-    magnitude; `optax.global_norm` would return infinity. With "select" they are always read twice, for the same norm.
+    The gradients are read once. If their sum of squares overflows, they are read again, in units of a large power of
+    two; `optax.global_norm` would return infinity. With "select" they are always read twice, for the same norm.
     """
     leaves = list(gradients_of(grads).values())
     if not leaves:
         return jnp.float32(0.0)
     squares = _sum_of_squares(leaves)
     factor = factor.astype(squares.dtype)
+    known = jnp.sqrt(squares) * factor
 
     def exact() -> Array:
+        # No square of an element in these units overflows, and none that counts flushes to zero. The unit is applied
+        # in two halves, so that neither product leaves the range of the dtype before the last one.
+        half = 2.0**270 if squares.dtype == jnp.float64 else 2.0**48
         parts = [part for leaf in leaves for part in real_parts(lift(leaf))]
-        largest = jnp.stack([jnp.max(jnp.abs(part)).astype(squares.dtype) for part in parts]).max()
-        squares_by = lambda unit: _sum_of_squares([part / unit.astype(part.dtype) for part in parts])  # noqa: E731
-        largest_number = float(jnp.finfo(squares.dtype).max)
-        norm = jnp.minimum(norm_by_unit(largest, factor, squares_by, largest_number, xp=jnp), largest_number)
-        return jnp.where(_each_element_finite(leaves, factor), norm, jnp.inf)  # `max` may lose a NaN
+        in_units = _sum_of_squares([part.astype(squares.dtype) / half**2 for part in parts])
+        norm = jnp.where(jnp.isfinite(squares), known, jnp.sqrt(in_units) * half * factor * half)
+        norm = jnp.minimum(norm, float(jnp.finfo(squares.dtype).max))
+        # A maximum may lose a NaN in XLA on a CPU, but the sum does not.
+        fits = jnp.stack([jnp.isfinite(jnp.max(jnp.abs(part)) * factor.astype(part.dtype)) for part in parts]).all()
+        return jnp.where(fits & jnp.isfinite(in_units), norm, jnp.inf)
 
-    return choose(jnp.isfinite(squares) & (factor <= 1.0), lambda: jnp.sqrt(squares) * factor, exact, skip)
+    return choose(jnp.isfinite(squares) & (factor <= 1.0), lambda: known, exact, skip)
 
 
 def choose(flag: Array, yes: Callable[[], Array], no: Callable[[], Array], skip: Skip) -> Array:
@@ -139,11 +142,13 @@ def choose(flag: Array, yes: Callable[[], Array], no: Callable[[], Array], skip:
 
 def _each_element_finite(leaves: list[Array], factor: Array | None = None, keep_dtypes: bool = False) -> Array:
     """Return whether every element is finite; test each one."""
-    # Not by the minimum and maximum, which may lose a NaN in XLA on a CPU.
+    # By a sum of square roots, which cannot overflow: XLA compiles it to less than `isfinite(...).all()`, and a minimum
+    # or maximum may lose a NaN in XLA on a CPU.
     flags = []
-    for leaf in leaves:
+    for leaf in map(lax.stop_gradient, leaves):
         values = leaf if factor is None else times(leaf, factor)
-        flags.append(jnp.isfinite(values.astype(leaf.dtype) if keep_dtypes else values).all())
+        values = values.astype(leaf.dtype) if keep_dtypes else values
+        flags += [jnp.isfinite(jnp.sqrt(jnp.abs(part)).sum()) for part in real_parts(lift(values))]
     return jnp.stack(flags).all() if flags else jnp.asarray(True)
 
 

@@ -12,7 +12,9 @@ import pytest
 from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict, step_info
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
+from lossscale_jax._gradients import global_norm
 from tests.adapters.jax_reading import bits, reading_refused
+from tests.jax_names import enable_x64
 
 SCALE = 2.0**10
 POLICY = DynamicScaling(init_scale=SCALE, growth_interval=3)
@@ -133,6 +135,23 @@ def test_clipping_where_squares_overflow(size):
     assert jnp.linalg.norm(params) <= 1.0 + 1e-6
     if size < 1e38:  # above, the norm itself exceeds float32, and the gradient is clipped to less
         np.testing.assert_allclose(params, -0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("skip", ["cond", "select"])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float64", "float64"), ("float32", "float64")])
+def test_a_norm_is_right_wherever_squares_overflow(dtypes, skip):
+    """In units of a power of two, for every dtype and loss scale; an element that overflows once unscaled is found."""
+    for exponent in (0, 62, 66, 100, 126, 500, 1020):
+        for scale in (2.0**-20, 1.0, 1000.0, 2.0**126):
+            with enable_x64():
+                grads = [jnp.asarray([3.0, -4.0], dtype) * 2.0**exponent for dtype in dtypes]
+                norm = jax.jit(lambda grads, by: global_norm(grads, 1.0 / by, skip=skip))(grads, jnp.float32(scale))
+                with np.errstate(all="ignore"):
+                    each = [np.asarray(grad) / np.asarray(scale, grad.dtype) for grad in grads]
+                    largest = np.finfo(max(dtypes)).max
+                    exact = np.hypot.reduce(np.concatenate(each).astype(max(dtypes)))
+                exact = min(exact, largest) if np.isfinite(np.concatenate(each)).all() else np.inf
+                np.testing.assert_allclose(norm, exact, rtol=1e-6)
 
 
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])
