@@ -53,7 +53,7 @@ def _clip_scaled(
     stays = (not scale.is_cpu or is_being_recorded()) and all(kind_of(each) is Fused for each in optimizers)
     read = None if stays else lambda norm: scaler._read([], norm)[0]
     scaled, is_bad = gradients.norm(order, device, groups, ranks.norm_group, read)  # `read` is the one wait of a step
-    dtype = gradients.norm_dtype
+    dtype = gradients.norm_dtype(device)
     factor: Tensor | float
     if stays:
         value, flag = scaled / scale, is_bad.float()
@@ -88,7 +88,7 @@ def _clip_unscaled(scaler: Any, optimizers: list[Any], max_norm: float, order: f
     norm: Tensor = gradients.norm(order, device, ranks.groups_of_norm(optimizers), ranks.norm_group)[0]
     if max_norm < math.inf:
         gradients.multiply_(_clip_factor(norm, max_norm))
-    return norm.to(gradients.norm_dtype)
+    return norm.to(gradients.norm_dtype(device))
 
 
 def _clip_factor(norm: Any, max_norm: float) -> Any:

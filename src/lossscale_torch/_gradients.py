@@ -26,7 +26,7 @@ class Gradients:
     raised, with torch's message, for float16 unless `allow_half`.
     """
 
-    __slots__ = ("_grads", "_values", "buckets", "norm_dtype")
+    __slots__ = ("_grads", "_values", "buckets", "has_double")
 
     def __init__(self, optimizers: list[Any], allow_half: bool = True) -> None:
         self._grads = self._values = grads = _grads_of(optimizers)
@@ -40,7 +40,7 @@ class Gradients:
         dtypes = [bucket[0].dtype for bucket in self.buckets]
         if torch.float16 in dtypes and not allow_half:
             raise ValueError(_half_gradients(optimizers))
-        self.norm_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.has_double = torch.float64 in dtypes
 
     def check_and_multiply_(self, factor: Tensor, found_inf: Tensor) -> dict[Any, Tensor]:
         """Multiply in place; return for each device 1.0 if a gradient was not finite, else 0.0.
@@ -54,6 +54,10 @@ class Gradients:
                 found[device] = found_inf if device == found_inf.device else moved(found_inf.clone(), device)
             check_and_multiply_(bucket, moved(factor, device), found[device])
         return found
+
+    def norm_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the dtype of a norm on a device: float32, or float64 if a gradient has that and the device, too."""
+        return torch.float64 if self.has_double and device.type in HAVE_FLOAT64 else torch.float32
 
     @torch.no_grad()
     def norm(
@@ -84,8 +88,8 @@ class Gradients:
             if _SMALL <= value < math.inf or math.isnan(value):  # a sum of finite squares is not NaN
                 return value, math.isnan(value)
         dtype = torch.float64 if device.type in HAVE_FLOAT64 else torch.float32
-        norms, is_exact = self._norms(order, groups, norm_group)
-        norms = [moved(each, device).to(dtype) for each in norms] or [torch.zeros(1, dtype=dtype, device=device)]
+        norms, is_exact = self._norms(order, dtype, groups, norm_group)
+        norms = [moved(each.to(dtype), device) for each in norms] or [torch.zeros(1, dtype=dtype, device=device)]
         total = torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms), order)
         if is_exact:
             is_bad = ~(total < math.inf)  # true for NaN, too, and one kernel where `isfinite` takes four
@@ -104,8 +108,10 @@ class Gradients:
             total = torch.where(is_bad, math.nan, row[0] if is_largest else row[0] ** (1.0 / order))
         return total, is_bad
 
-    def _norms(self, order: float, groups: Sequence[Any], norm_group: Any) -> tuple[list[Tensor], bool]:
-        """Return the norms of tensors, a vector for each bucket, and if these show what is not finite.
+    def _norms(
+        self, order: float, dtype: torch.dtype, groups: Sequence[Any], norm_group: Any
+    ) -> tuple[list[Tensor], bool]:
+        """Return the norms of tensors, a vector for each bucket, and if these show in `dtype` what is not finite.
 
         The norm of what has n copies on the ranks is divided, so that the n copies together count once.
         """
@@ -122,14 +128,17 @@ class Gradients:
         is_exact = True
         for (count, is_complex), some in by_kind.items():
             for bucket in buckets(some):
-                has_double = bucket[0].device.type in HAVE_FLOAT64
-                is_held = has_double and bucket[0].dtype is not torch.float64 and order <= _EXACT_UP_TO
-                is_exact = is_exact and not is_complex and (is_held or order == math.inf)
-                dtype: Any = torch.float64 if has_double else torch.float32
-                if order == math.inf and bucket[0].dtype.itemsize >= 4:
-                    dtype = None
+                is_double, has_double = bucket[0].dtype is torch.float64, bucket[0].device.type in HAVE_FLOAT64
+                is_wide = has_double and dtype is torch.float64
+                if order == math.inf:
+                    is_held = is_wide or not is_double
+                    of = None if bucket[0].dtype.itemsize >= 4 else torch.float32
+                else:
+                    is_held = is_wide and not is_double and order <= _EXACT_UP_TO
+                    of = torch.float64 if has_double else torch.float32
+                is_exact = is_exact and is_held and not is_complex
                 parts = [torch.view_as_complex(each).abs() for each in bucket] if is_complex else bucket
-                found = torch.stack(torch._foreach_norm(parts, order, dtype=dtype))
+                found = torch.stack(torch._foreach_norm(parts, order, dtype=of))
                 norms.append(found / count ** (1.0 / order) if count > 1 else found)
         return norms, is_exact
 
@@ -142,10 +151,8 @@ class Gradients:
             else:
                 dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
                 norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, 2.0, dtype=dtype)))
-            norms.append(moved(norm, device))
-        if len(norms) == 1:
-            return norms[0]
-        return torch.linalg.vector_norm(torch.stack([each.to(self.norm_dtype) for each in norms]))
+            norms.append(moved(norm.to(self.norm_dtype(device)), device))
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     @torch.no_grad()
     def multiply_(self, factor: float | Tensor) -> None:

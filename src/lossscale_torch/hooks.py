@@ -492,7 +492,7 @@ def total_norm(optimizers: list[Any], device: torch.device, groups: list[Any], n
     read = Tensor.item if device.type == "cpu" and not is_being_recorded() else None
     gradients = Gradients(optimizers)
     norm, _ = gradients.norm(2.0, device, groups, norm_group, read)
-    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype)
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype(device))
 
 
 def require_hooks(hooks: Any) -> list[Hook]:

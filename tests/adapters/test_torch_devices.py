@@ -85,6 +85,26 @@ def test_a_norm_with_squares_that_overflow_is_a_spike(call):
         assert (guard["mean"], guard["norms"]) == (pytest.approx(3.0**0.5), 3)
 
 
+@pytest.mark.parametrize("order", [2.0, 3.0, INF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_norm_of_gradients_on_a_device_without_float64_and_on_the_host(dtype, order):
+    """It is computed where the loss scale is; one on the host may be of float64, and beyond float32."""
+    with Emulated("mps"):
+        for on_host, applied in ((3.0, True), (1e20, True), (1e50, dtype is torch.float64), (math.nan, False)):
+            params = [torch.nn.Parameter(torch.ones(2, dtype=dtype)), torch.nn.Parameter(torch.ones(2, device="mps"))]
+            params[0].grad = torch.tensor([4.0 * on_host, 0.0], dtype=dtype)
+            params[1].grad = torch.tensor([16.0, 0.0], device="mps")
+            optimizer = torch.optim.SGD(params, lr=1.0)
+            scaler = GradScaler("mps", init_scale=4.0)
+            scaler.scale(torch.ones((), device="mps"))
+            norm = scaler.unscale_and_clip_(optimizer, 1.0, order)
+            scaler.step(optimizer)
+            assert scaler.update().applied is applied
+            assert norm.isfinite() or on_host != 3.0
+            exact = 4.0 if order == INF else (3.0**order + 4.0**order) ** (1.0 / order)
+            assert norm.item() == pytest.approx(exact) or on_host != 3.0
+
+
 def _clip_shards(rank: int, device: str, kind: str, init_scale: float) -> tuple[Any, ...]:
     """Take steps with half of a parameter; return the outcomes, norms, weights, and counts of collectives and reads.
 
