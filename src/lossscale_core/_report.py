@@ -76,11 +76,18 @@ class OverflowReport(list[GradientReport]):
         gradients: A name and an array for each gradient that holds NaN or infinity: what `np.asarray` takes, of floats
             or complex numbers.
         loss_finite: Whether the loss, before it was scaled, is finite; None if the loss is unknown.
+        checked: The number of gradients that were checked. If none of them is finite, the text has one line for all.
     """
 
-    def __init__(self, gradients: Iterable[tuple[str, Any]] = (), *, loss_finite: bool | None = None) -> None:
+    def __init__(
+        self,
+        gradients: Iterable[tuple[str, Any]] = (),
+        *,
+        loss_finite: bool | None = None,
+        checked: int | None = None,
+    ) -> None:
         super().__init__(_counted(name, values) for name, values in gradients)
-        self.loss_finite = loss_finite
+        self.loss_finite, self.checked = loss_finite, checked
 
     @property
     def verdict(self) -> str:
@@ -96,10 +103,16 @@ class OverflowReport(list[GradientReport]):
         return f"finite loss, NaN without an infinity: a smaller loss scale fixes this unless it comes from {_BACKWARD}"
 
     def __str__(self) -> str:
+        reports: list[GradientReport] = self
+        if len(self) == self.checked and len(self) >= _FEW:
+            _, nan, above, below, largest = zip(*self, strict=True)
+            reports = [
+                GradientReport(f"all {len(self)} parameters", sum(nan), sum(above), sum(below), max(largest)),
+            ]
         lines = (
             f"{each.name}: {each.nan} NaN, {each.positive_inf} +inf, {each.negative_inf} -inf, "
             f"largest finite {each.largest_finite:g}"
-            for each in self
+            for each in reports
         )
         return "\n".join([*lines, self.verdict])
 
@@ -357,7 +370,7 @@ class ScaleWatch:
         self._steps = numbers.steps
         if loss is not None and not self._has_bad_loss and not math.isfinite(float(loss)):
             self._has_bad_loss = True
-            log_event("bad_loss", BAD_LOSS)
+            log_event("bad_loss", f"lossscale, step {numbers.steps}: {BAD_LOSS}")
         text = _diagnosis(BaseScaling.of(as_policy(policy)), numbers)
         before, self._verdict = self._verdict, text.partition(":")[0]
         if self._verdict == "not started":

@@ -287,7 +287,6 @@ def overflow_report(grads: PyTree, *, loss: Array | float | None = None) -> Over
         TypeError: A leaf is not an array.
         jax.errors.ConcretizationTypeError: The call is within a compiled function, where gradients have no values.
     """
-    gradients = [
-        (name_of(path), lift(leaf)) for path, leaf in gradients_of(grads).items() if not bool(jnp.isfinite(leaf).all())
-    ]
-    return OverflowReport(gradients, loss_finite=None if loss is None else bool(all_finite(loss)))
+    leaves = gradients_of(grads)
+    bad = [(name_of(path), lift(leaf)) for path, leaf in leaves.items() if not bool(jnp.isfinite(leaf).all())]
+    return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=len(leaves))

@@ -49,7 +49,7 @@ class LossScaleLogger(keras.callbacks.Callback):
         is_bad = isinstance(loss, float) and not math.isfinite(loss)  # a `train_step` may return another loss
         if is_bad and not self._has_bad_loss and isinstance(optimizer, LossScaleOptimizer):
             self._has_bad_loss = True
-            log_event("bad_loss", BAD_LOSS)
+            log_event("bad_loss", f"lossscale, batch {batch}: {BAD_LOSS}")
         if self.every_n_batches is not None and (batch + 1) % self.every_n_batches == 0:
             if hasattr(self.model, "jax_state_sync"):  # during an epoch JAX has the values, and the variables have none
                 self.model.jax_state_sync()

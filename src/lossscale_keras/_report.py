@@ -22,9 +22,10 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
         A list of `GradientReport`, one for each such variable, by its path; empty where nothing overflowed. Its
             `verdict` says whether a smaller loss scale helps.
     """
-    gradients = [
+    checked = [(grad, variable) for grad, variable in grads_and_vars if is_gradient(grad)]
+    bad = [
         (getattr(variable, "path", variable.name), ops.convert_to_numpy(lifted(dense(grad))))
-        for grad, variable in grads_and_vars
-        if is_gradient(grad) and not bool(all_finite(grad))
+        for grad, variable in checked
+        if not bool(all_finite(grad))
     ]
-    return OverflowReport(gradients, loss_finite=None if loss is None else bool(all_finite(loss)))
+    return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=len(checked))

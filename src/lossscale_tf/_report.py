@@ -27,11 +27,10 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
     """
     if not tf.executing_eagerly():
         raise RuntimeError("overflow_report reads numbers, which a graph has not; call it outside of tf.function")
-    gradients = [
+    checked = [(summed_values(grad), variable) for grad, variable in grads_and_vars if is_gradient(grad)]
+    bad = [
         (getattr(variable, "path", variable.name), lifted(values).numpy())
-        for grad, variable in grads_and_vars
-        if is_gradient(grad)
-        for values in [summed_values(grad)]
+        for values, variable in checked
         if not bool(tf.reduce_all(tf.math.is_finite(tf.abs(values))))
     ]
-    return OverflowReport(gradients, loss_finite=None if loss is None else bool(all_finite(loss)))
+    return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=len(checked))

@@ -30,14 +30,13 @@ def overflow_report(
     Raises:
         TypeError: `named_parameters` is not made of pairs of a name and a parameter.
     """
-    gradients = [
-        (name, lifted(values).cpu().numpy())
+    checked = [
+        (name, values_of(param.grad.detach()))
         for name, param in pairs(named_parameters, "overflow_report")
         if param.grad is not None
-        for values in [values_of(param.grad.detach())]
-        if not bool(torch.isfinite(values).all())
     ]
-    return OverflowReport(gradients, loss_finite=None if loss is None else bool(all_finite(loss)))
+    bad = [(name, lifted(values).cpu().numpy()) for name, values in checked if not bool(torch.isfinite(values).all())]
+    return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=len(checked))
 
 
 def pairs(named_parameters: object, caller: str) -> Iterator[tuple[str, Tensor]]:

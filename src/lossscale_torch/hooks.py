@@ -430,7 +430,9 @@ class Watch(Hook):
         self.has_bad_loss = has_bad_loss
         if has_bad_loss and not self._has_logged_loss:
             self._has_logged_loss = True
-            log_event("bad_loss", BAD_LOSS)
+            state: Any = scaler._state
+            where = f", step {state.steps}" if hasattr(state, "steps") else ""  # one on a device would wait
+            log_event("bad_loss", f"lossscale{where}: {BAD_LOSS}")
         has_stepped = not info.had_gradients and any(each is not False for each in (info.by_optimizer or {}).values())
         self.without_gradients = self.without_gradients + 1 if has_stepped else 0
         if self.without_gradients == _MANY:

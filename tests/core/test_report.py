@@ -154,6 +154,10 @@ def test_the_verdict_on_gradients_says_usually():
     assert OverflowReport([inf, nan], loss_finite=True).verdict == usually
     verdict = OverflowReport([nan], loss_finite=True).verdict
     assert "a smaller loss scale fixes this unless it comes from a division by zero, or a root" in verdict
+    bad = [(str(number), np.float32([np.inf, number])) for number in range(14)]
+    report = OverflowReport(bad, checked=14)
+    assert str(report) == f"all 14 parameters: 0 NaN, 14 +inf, 0 -inf, largest finite 13\n{report.verdict}"
+    assert str(OverflowReport(bad, checked=15)).count("\n") == 14
     assert OverflowReport([nan]).verdict == "pass loss= to learn whether the scale or the loss is the cause"
 
 
