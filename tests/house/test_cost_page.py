@@ -28,3 +28,10 @@ def test_the_page_quotes_some_ratios_and_says_where_they_were_measured():
     assert len(re.findall(r"\d ms \(", PAGE)) >= 4
     assert "two-core x86 CPU" in PAGE
     assert "NVIDIA H200" in PAGE
+
+
+def test_the_readme_quotes_the_page():
+    """Its two ratios of clipping are those of the row."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| PyTorch: clip and step, SGD \|.*$", PAGE, re.MULTILINE)
+    assert re.findall(r"\d\.\d\d ×", readme) == re.findall(r"\d\.\d\d ×", row)[:2]
