@@ -49,7 +49,7 @@ def _clip_scaled(
     """Unscale and clip by one multiplication, after all that may raise an error."""
     gradients = Gradients(optimizers, scaler._half_gradients)
     scale, ranks = scaler._scale, scaler._ranks
-    device, groups = scale.device, ranks.groups_of_norm(optimizers)
+    device, groups = scale.device, ranks.groups(optimizers, of_norm=True)
     stays = (not scale.is_cpu or is_being_recorded()) and all(kind_of(each) is Fused for each in optimizers)
     read = None if stays else lambda norm: scaler._read([], norm)[0]
     scaled, is_bad = gradients.norm(order, device, groups, ranks.norm_group, read)  # `read` is the one wait of a step
@@ -85,7 +85,7 @@ def _clip_unscaled(scaler: Any, optimizers: list[Any], max_norm: float, order: f
     """Clip gradients that are unscaled already; return their norm."""
     gradients, ranks = Gradients(optimizers), scaler._ranks
     device = next((param.device for each in optimizers for param in params_of(each)), torch.device("cpu"))
-    norm: Tensor = gradients.norm(order, device, ranks.groups_of_norm(optimizers), ranks.norm_group)[0]
+    norm: Tensor = gradients.norm(order, device, ranks.groups(optimizers, of_norm=True), ranks.norm_group)[0]
     if max_norm < math.inf:
         gradients.multiply_(_clip_factor(norm, max_norm))
     return norm.to(gradients.norm_dtype(device))

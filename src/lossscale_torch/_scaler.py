@@ -216,7 +216,7 @@ class GradScaler(PlacedScaler):
                 return
             flag = torch.zeros_like(scale)
             found = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
-            groups = self._ranks.groups_of_norm([optimizer]) if self._needs_norm else []
+            groups = self._ranks.groups([optimizer], of_norm=True) if self._needs_norm else []
             if groups and not found:  # this rank takes part all the same
                 found = {scale.device: flag}
             record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY

@@ -317,8 +317,9 @@ class SameOnRanks(Hook):
 
     def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
         """Replace the flags by their maximum over the ranks. Does not synchronise with the host."""
-        known = () if scaler._can_veto else record.get("known_to", ())
-        groups = [group for group in self.groups([optimizer]) if group not in known]
+        if groups := self.groups([optimizer]):
+            known = () if scaler._can_veto else record.get("known_to", ())
+            groups = [group for group in groups if group not in known]
         if not groups:
             return
         found, device = record["found_inf_per_device"], scaler._scale.device
@@ -348,24 +349,24 @@ class SameOnRanks(Hook):
         require_member(self.process_group)
         require_same_on_ranks(mine, self.process_group)
 
-    def groups_of_norm(self, optimizers: list[Any]) -> list[Any]:
-        """Return the groups over which a norm is computed: those of the parameters' meshes, and `norm_group`."""
-        return _with(groups_of(optimizers), self.norm_group, "norm_group")
+    def groups(self, optimizers: list[Any], *, of_norm: bool = False) -> list[Any]:
+        """Return the groups that decide together: of the parameters' meshes, `norm_group`, unless `of_norm` the other.
 
-    def groups(self, optimizers: list[Any]) -> list[Any]:
-        """Return the groups that decide together: those of the norm, and `process_group`."""
-        return _with(self.groups_of_norm(optimizers), self.process_group, "process_group")
+        Each is entered once. Raises `SyncError` on a rank that is not in a group.
+        """
+        groups = groups_of(optimizers)
+        for name in ("norm_group",) if of_norm else ("norm_group", "process_group"):
+            group = getattr(self, name)
+            if group is not None and group not in groups:
+                require_member(group, name)
+                groups.append(group)
+        return groups
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SameOnRanks":
         return self  # a group is shared, not copied
 
     def __reduce__(self) -> Any:
         return SameOnRanks, ()
-
-
-def _with(groups: list[Any], group: Any, name: str) -> list[Any]:
-    require_member(group, name)
-    return groups if group is None or group in groups else [*groups, group]
 
 
 class Resumption(Hook):
