@@ -62,9 +62,9 @@ def main() -> None:
     """Train in a graph and eagerly, and with the Keras wrapper after a sum by the caller, too."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     for kind, sums in (("keras", False), ("keras", True), ("v1", False)):
-        print(_train(strategy, kind, 200, True, sums), _train(strategy, kind, 10, False, sums))
+        print(_train(strategy, kind, 16, True, sums), _train(strategy, kind, 4, False, sums))
         if kind == "keras":
-            print(_train(strategy, kind, 60, True, sums, GUARD), _train(strategy, kind, 10, False, sums, GUARD))
+            print(_train(strategy, kind, 10, True, sums, GUARD), _train(strategy, kind, 6, False, sums, GUARD))
 
 
 if __name__ == "__main__":

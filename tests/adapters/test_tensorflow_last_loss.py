@@ -3,7 +3,7 @@
 The scale grows after each step, so that gradients divided by a scale of another step would be found by a factor of two.
 """
 
-from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY, eager, traced  # noqa: I001
+from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY, compiled, eager, traced  # noqa: I001
 import contextlib
 import copy
 import threading
@@ -544,7 +544,7 @@ def test_two_threads():
 @pytest.mark.parametrize("by", ["get_scaled_loss", "scale_loss"])
 @pytest.mark.parametrize(
     ("scaled_in", "applied_in"),
-    [(eager, _in_a_thread), (eager, traced), (traced, eager), (traced, traced)],
+    [(eager, _in_a_thread), (eager, traced), (traced, eager), (traced, traced), (compiled, compiled)],
 )
 def test_gradients_that_another_place_applies(by, scaled_in, applied_in):
     """Scaled in one place, applied in another, and the scale is set in between: each step is right."""

@@ -3,7 +3,7 @@
 Each is tried in a graph with a session and eagerly, where it applies to both.
 """
 
-from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
+from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY  # noqa: I001
 import copy
 
 import keras
@@ -304,6 +304,25 @@ def test_promise_028_cross_replica_context():
         optimizer = _sgd(8.0)
         with pytest.raises(RuntimeError, match=r"strategy\.run"):
             optimizer.apply_gradients([(tf.constant(1.0), variable)])
+
+
+@EACH_MODE
+@pytest.mark.filterwarnings("ignore:these gradients cannot come")  # they are made up here
+def test_halves_that_are_infinite_only_as_a_sum_over_replicas(mode):
+    """Each replica's gradient fits float16 and their sum does not: the step is skipped; the next one is applied."""
+    with STRATEGY.scope():
+        variable = tf.Variable(np.float16(1.0))
+        optimizer = v1.LossScaleOptimizer(tf1.train.GradientDescentOptimizer(1.0), 1.0)
+
+    def step(grad):
+        STRATEGY.run(lambda: optimizer.apply_gradients([(tf.cast(grad, tf.float16), variable)]))
+
+    step = mode(step)
+    step(tf.constant(40000.0))
+    assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [1.0] * 2
+    assert int(optimizer.scale_state.skipped_steps.numpy()) == 1
+    step(tf.constant(0.25))
+    assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [0.5] * 2
 
 
 class Recording(tf1.train.GradientDescentOptimizer):

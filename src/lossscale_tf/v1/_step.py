@@ -71,9 +71,12 @@ class Step:
         def unscale_and_update(*grads: Any) -> Any:
             return update([cast_for(each, grad, inverse) for grad, each in zip(grads, variables, strict=True)])
 
-        # A cast to a narrower variable may make a gradient infinite.
+        # A cast to a narrower variable may make a gradient infinite, and so may the sum over replicas in its dtype.
         pairs = zip(grads, variables, strict=True)
         narrowed = [cast_for(each, grad, inverse) for grad, each in pairs if each.dtype.size < max(grad.dtype.size, 4)]
+        context = tf.distribute.get_replica_context()
+        if narrowed and context.num_replicas_in_sync > 1:
+            narrowed = context.all_reduce(tf.distribute.ReduceOp.SUM, narrowed)
         finite = all_replicas(finite_when_unscaled(grads, loss_scale) & finite_when_unscaled(narrowed))
         if not merges_replicas():
             return self._apply_or_skip(finite, lambda: unscale_and_update(*grads), in_graph)
