@@ -15,7 +15,7 @@ from lossscale_core._guard import LARGEST_NORM, GuardState, SpikeGuard
 from lossscale_core._messages import shown, shown_names, shown_number
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core._state import HostScalar, ScaleState, require_one_state
+from lossscale_core._state import HostScalar, ScaleState, read, require_one_state
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 VERSION = 1
@@ -135,7 +135,10 @@ def _plain_numbers(state: Any) -> dict[str, int | float]:
 
 def _plain_number(value: Any) -> int | float:
     # The dtypes of the frameworks have no common interface, but the name of each one says what it is.
-    return int(value) if "int" in str(getattr(value, "dtype", type(value))) else float(value)
+    try:
+        return int(value) if "int" in str(getattr(value, "dtype", type(value))) else float(value)
+    except TypeError:
+        return read(value)  # whose error says that it is traced
 
 
 def _require_version(saved: Mapping[str, Any]) -> None:

@@ -258,7 +258,12 @@ def policy_text(policy: ScalingPolicy, suffix: str) -> str:
 
 
 def _known_suffix(path: str | os.PathLike[str]) -> str:
-    """Return the suffix of a policy's file. Raises `PolicyError` for another one."""
+    """Return the suffix of a policy's file. Raises `PolicyError` for another one, and for what is not a path."""
+    if not isinstance(path, str | os.PathLike):
+        raise PolicyError(
+            f"{shown(path)} is not the path of a .toml or .json file; call load_policy('policy.toml') or "
+            "dump_policy(policy, 'policy.toml')"
+        )
     if (suffix := suffix_of(path)) in _SUFFIXES:
         return suffix
     if os.path.isdir(path):

@@ -56,8 +56,13 @@ def gradient_range(grads_at: Callable[[float], Mapping[str, Any]]) -> GradientRa
         A `GradientRange`.
 
     Raises:
-        TypeError: `grads_at` returns something else than a mapping, or a mapping without arrays.
+        TypeError: `grads_at` is not a function, or returns something else than a mapping, or a mapping without arrays.
     """
+    if not callable(grads_at):
+        raise TypeError(
+            f"grads_at={shown(grads_at)} must be a function of a loss scale that returns gradients by name; call "
+            "gradient_range(grads_at)"
+        )
     seen: dict[float, dict[str, np.ndarray]] = {}
 
     def at(scale: float) -> dict[str, np.ndarray]:

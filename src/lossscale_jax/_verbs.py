@@ -98,6 +98,8 @@ def scale(loss: Any, state: HasLossScale) -> Any:
     loss_scale = loss_scale_of(state, "scale(loss, state)")
 
     def scaled(leaf: Any) -> Array:
+        if not (is_array(leaf) or hasattr(leaf, "__jax_array__")):
+            raise TypeError(f"{shown(leaf)} is not a loss; call scale(loss, state)")
         array = jnp.asarray(leaf)
         if not jnp.issubdtype(array.dtype, jnp.inexact):  # its gradients would be zeros, and so finite
             raise TypeError(
@@ -176,7 +178,7 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
             return a
         kinds = [f"{jnp.asarray(leaf).dtype}{[*jnp.shape(leaf)]}" if is_array(leaf) else repr(leaf) for leaf in (a, b)]
         hint = "shapes and dtypes must be the same, and a leaf that is not an array must not change"
-        raise ValueError(f"{name_of(path)} is {kinds[0]} in new and {kinds[1]} in old; {hint}")
+        raise ValueError(f"{name_of(path)} is {kinds[0]} in new and {kinds[1]} in old; {hint}: pass arrays alone")
 
     return jax.tree_util.tree_map_with_path(chosen, new, old)
 
@@ -238,6 +240,10 @@ def value_and_grad(
         TypeError: When called: `state` is not a state, or the loss is not a float scalar.
         ValueError: When called under `shard_map`: devices share a state, but their gradients or losses differ.
     """
+    if not callable(fun):
+        raise TypeError(
+            f"fun={shown(fun)} must be a function that returns a loss; call value_and_grad(fun)(state, *args)"
+        )
 
     def scaled_value_and_grad(state: HasLossScale, /, *args: Any, **kwargs: Any) -> ScaledGradients[Any, Any, PyTree]:
         loss_scale_of(state, "value_and_grad(fun)(state, *args)")

@@ -46,12 +46,19 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
         A context that undoes it at its end, or in its `close()`.
 
     Raises:
+        TypeError: `model` is not a module, or `names` are not names.
         ValueError: No module that runs has such a name, or one has parameters in half precision, by itself or in its
             FSDP unit. If `fully_shard` or `half()` comes later, or around it, the first forward pass raises the error.
     """
+    patterns = [names] if isinstance(names, str) or not isinstance(names, Iterable) else [*names]
+    if not isinstance(model, nn.Module) or not all(isinstance(each, str) for each in patterns):
+        raise TypeError(
+            f"keep_in_float32() was given {type(model).__name__} and {type(names).__name__}; it takes a module and the "
+            "names of modules in it; call keep_in_float32(model, plan.modules)"
+        )
     modules, undo = _running_modules(model), ExitStack()
     chosen: dict[str, nn.Module] = {}
-    for pattern in [names] if isinstance(names, str) else names:
+    for pattern in patterns:
         found = {name: module for name, module in modules.items() if name and _matches(name, pattern)}
         if not found:
             nearest = "".join(difflib.get_close_matches(pattern, modules, 1, 0.0))

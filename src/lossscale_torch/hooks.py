@@ -500,8 +500,8 @@ def total_norm(optimizers: list[Any], device: torch.device, groups: list[Any], n
 
 def require_hooks(hooks: Any) -> list[Hook]:
     """Return the hooks of a scaler; raise `TypeError` for what is not one."""
-    for each in hooks:
-        if not isinstance(each, Hook):
+    for each in hooks if isinstance(hooks, Iterable) else [hooks]:
+        if not isinstance(each, Hook) or not isinstance(hooks, Iterable):
             raise TypeError(
                 f"hooks= was given {shown(each)}; it takes objects of lossscale_torch.hooks.Hook; derive a class from "
                 "it, and pass [YourHook()]"

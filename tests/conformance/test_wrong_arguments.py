@@ -1,0 +1,157 @@
+"""What every public function says of a policy, an optimizer's state, a dict, None and a tracer in each place."""
+
+import inspect
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+
+import lossscale
+import lossscale_core as core
+import lossscale_jax
+import lossscale_torch
+from lossscale_core import testing
+from lossscale_torch import GradScaler
+
+POLICY = core.DynamicScaling()
+HOST, TORCH, JAX = (package.init_state(POLICY) for package in (core, lossscale_torch, lossscale_jax))
+MODEL = torch.nn.Linear(2, 1)
+OPTAX = lossscale_jax.loss_scaled(optax.adam(0.1), POLICY)
+WRONG = {
+    "a policy": POLICY,
+    "torch's optimizer": torch.optim.AdamW(MODEL.parameters()).state_dict(),
+    "optax' state": OPTAX.init({"w": jnp.ones(2)}),
+    "a dict": {"a": 1.0},
+    "None": None,
+}
+
+
+def _scaler():
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def _update(new_scale):
+    scaler, param = _scaler(), torch.nn.Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    scaler.step(torch.optim.SGD([param]))
+    scaler.update(new_scale)
+
+
+LOSS = jnp.float32(1.0)
+CALLS = {
+    "init_state": (core.init_state, POLICY),
+    "scale": (core.scale, 1.0, HOST),
+    "unscale": (core.unscale, {"w": 1.0}, HOST),
+    "all_finite": (core.all_finite, {}),
+    "select": (core.select, True, 1.0, 2.0),
+    "as_policy": (core.as_policy, POLICY),
+    "policy_to_dict": (core.policy_to_dict, POLICY),
+    "policy_from_dict": (core.policy_from_dict, core.policy_to_dict(POLICY)),
+    "load_policy": (core.load_policy, "policy.toml"),
+    "dump_policy": (core.dump_policy, POLICY, "policy.toml"),
+    "state_to_dict": (core.state_to_dict, HOST, POLICY),
+    "state_from_dict": (core.state_from_dict, core.state_to_dict(HOST), POLICY),
+    "step_info": (core.step_info, HOST, HOST),
+    "metrics": (core.metrics, HOST),
+    "diagnose": (core.diagnose, POLICY, HOST),
+    "gradient_range": (core.gradient_range, lambda scale: {}),
+    "log": (core.ScaleWatch().log, POLICY, HOST),
+    "simulate": (testing.simulate, POLICY, [True]),
+    "from_tool": (lossscale.from_tool, "torch", {}),
+    "state_from_tool": (lossscale.state_from_tool, "torch", {}),
+    "torch.init_state": (lossscale_torch.init_state, POLICY),
+    "torch.scale": (lossscale_torch.scale, torch.ones(()), TORCH),
+    "torch.unscale": (lossscale_torch.unscale, [torch.ones(1)], TORCH),
+    "torch.all_finite": (lossscale_torch.all_finite, {}),
+    "torch.select": (lossscale_torch.select, True, torch.ones(1), torch.ones(1)),
+    "overflow_report": (lossscale_torch.overflow_report, []),
+    "range_report": (lossscale_torch.range_report, MODEL, lambda: MODEL(torch.ones(1, 2)).sum()),
+    "float32_plan": (lossscale_torch.float32_plan, MODEL, [lambda: MODEL(torch.ones(1, 2)).sum()]),
+    "keep_in_float32": (lossscale_torch.keep_in_float32, MODEL, ()),
+    "guarded": (lambda optimizer: lossscale_torch.guarded(optimizer), None),
+    "GradScaler": (GradScaler, "cpu"),
+    "GradScaler(policy=)": (lambda policy: GradScaler("cpu", policy=policy), POLICY),
+    "GradScaler(guard=)": (lambda guard: GradScaler("cpu", guard=guard), None),
+    "GradScaler(protect=)": (lambda protect: GradScaler("cpu", protect=protect), ()),
+    "GradScaler(hooks=)": (lambda hooks: GradScaler("cpu", hooks=hooks), ()),
+    "unscale_": (lambda optimizer: _scaler().unscale_(optimizer), None),
+    "unscale_and_clip_": (lambda optimizer: _scaler().unscale_and_clip_(optimizer, 1.0), None),
+    "step": (lambda optimizer: _scaler().step(optimizer), None),
+    "skip": (lambda optimizer: _scaler().skip(optimizer), None),
+    "update": (_update, 1.0),
+    "attempts": (lambda model: _scaler().attempts(model), MODEL),
+    "load_state_dict": (lambda saved: _scaler().load_state_dict(saved), {}),
+    "jax.init_state": (lossscale_jax.init_state, POLICY),
+    "jax.scale": (lossscale_jax.scale, LOSS, JAX),
+    "jax.unscale": (lossscale_jax.unscale, {"w": LOSS}, JAX),
+    "jax.all_finite": (lossscale_jax.all_finite, {}),
+    "jax.overflow_report": (lossscale_jax.overflow_report, {}),
+    "jax.select": (lossscale_jax.select, True, LOSS, LOSS),
+    "value_and_grad": (lambda fun, state: lossscale_jax.value_and_grad(fun)(state, LOSS), lambda x: x * 1.0, JAX),
+    "loss_scaled": (lossscale_jax.loss_scaled, optax.sgd(0.1), POLICY),
+    "get_scale_state": (lossscale_jax.get_scale_state, WRONG["optax' state"]),
+    "load_scale_state": (lossscale_jax.load_scale_state, WRONG["optax' state"], core.state_to_dict(HOST), POLICY),
+}
+CASES = [(name, place) for name, (_, *arguments) in CALLS.items() for place in range(len(arguments))]
+REMEDY = re.compile(
+    r"\b(pass|call|write|add|wrap|derive|make|merge|leave|restore)\b|known: |it takes |^pytree structure error"
+)
+PYTHONS = re.compile(r"object (is not|has no)|unsupported operand|expected str|got an unexpected|argument must be")
+
+
+def _sentence(call, arguments, place, value):
+    """Return what a call says of a value in one place; None if it works."""
+    arguments = [*arguments[:place], value, *arguments[place + 1 :]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            call(*arguments)
+        except Exception as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("name", "place"), CASES, ids=[f"{name}-{place}" for name, place in CASES])
+def test_a_wrong_argument_is_named_with_what_is_right(name, place, tmp_path, monkeypatch):
+    """The call works, or its error says what was given and what to do, in words of the library and not of Python."""
+    monkeypatch.chdir(tmp_path)
+    call, *arguments = CALLS[name]
+    said = {what: _sentence(call, arguments, place, value) for what, value in WRONG.items()}
+    for what, sentence in said.items():
+        assert sentence is None or (REMEDY.search(sentence) and not PYTHONS.search(sentence)), (what, sentence)
+
+
+@pytest.mark.parametrize("package", [core, lossscale_torch, lossscale_jax], ids=lambda package: package.__name__)
+def test_no_function_is_left_out(package):
+    """A new public function gets a row; `one_more` is for those who write policies."""
+    functions = {name for name in package.__all__ if inspect.isfunction(getattr(package, name))} - {"one_more"}
+    of_package = "" if package is core else f"{package.__name__.removeprefix('lossscale_')}."
+    assert {name for name in functions if name not in CALLS and f"{of_package}{name}" not in CALLS} == set()
+
+
+TRACED = {
+    "init_state": lambda state: lossscale_jax.init_state(state),
+    "diagnose": lambda state: core.diagnose(POLICY, state),
+    "state_to_dict": lambda state: core.state_to_dict(state),
+    "log": lambda state: core.ScaleWatch().log(POLICY, state),
+    "select": lambda state: lossscale_jax.select(state.steps, 1.0, 2.0),
+    "unscale": lambda state: lossscale_jax.unscale({"w": 1.0}, state.steps),
+    "loss_scaled": lambda state: lossscale_jax.loss_scaled(optax.sgd(0.1), state),
+    "get_scale_state": lambda state: lossscale_jax.get_scale_state(state.steps),
+}
+
+
+@pytest.mark.parametrize("call", TRACED.values(), ids=TRACED)
+def test_a_tracer_is_named(call):
+    """Within a compiled function a state has no value."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        jax.jit(call)(JAX)
+    sentence = str(caught.value)
+    assert REMEDY.search(sentence), sentence
+    assert not PYTHONS.search(sentence), sentence
