@@ -13,6 +13,8 @@ from lossscale_torch._gradients import Gradients, params_of
 from lossscale_torch._optimizers import Fused, kind_of
 from lossscale_torch._state import UNSCALED, combined, is_being_recorded
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float, is_guarded: bool = False) -> Tensor:
     """Unscale and clip; return the norm before clipping. A guarded optimizer, if fused, clips by its own kernel."""
@@ -65,7 +67,7 @@ def _clip_scaled(
         loss_scale, flag = scaler._scale_on_host(), torch.tensor(float(is_bad))
         value = scaled / loss_scale
         factor = 1.0 if is_bad else _clip_factor(value, max_norm) / loss_scale
-        norm = torch.full_like(scale, math.inf if value > torch.finfo(dtype).max else value, dtype=dtype)
+        norm = torch.full_like(scale, math.inf if value > _LARGEST and dtype is torch.float32 else value, dtype=dtype)
     if is_guarded and kind_of(optimizers[0]) is Fused:
         divisor = 1.0 / factor if stays or factor else math.inf
         records[0]["factor"] = torch.as_tensor(divisor, dtype=torch.float32)

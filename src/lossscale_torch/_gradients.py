@@ -151,7 +151,8 @@ class Gradients:
             else:
                 dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
                 norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, 2.0, dtype=dtype)))
-            norms.append(moved(norm.to(self.norm_dtype(device)), device))
+            norm = norm.to(self.norm_dtype(device)) if norm.dtype is torch.float64 else norm
+            norms.append(moved(norm, device))
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     @torch.no_grad()

@@ -148,8 +148,8 @@ class GradScaler(PlacedScaler):
         self._can_veto = bool(vetoing)
         self._watch = Watch()
         undoing = [Protect(protect)] if protect and enabled else []
-        ranks = SameOnRanks(process_group, norm_group)
-        self._hooks: list[Hook] = [*undoing, *vetoing, ranks, *guards, Resumption(), self._watch]
+        self._ranks = SameOnRanks(process_group, norm_group)
+        self._hooks: list[Hook] = [*undoing, *vetoing, self._ranks, *guards, Resumption(), self._watch]
 
     # A step, in its order.
 
@@ -431,10 +431,6 @@ class GradScaler(PlacedScaler):
             self._require_open(record, caller)
         return record
 
-    @property
-    def _ranks(self) -> SameOnRanks:
-        return next(hook for hook in self._hooks if isinstance(hook, SameOnRanks))
-
     def _require_open(self, record: dict[str, Any], caller: str) -> None:
         """Raise an error if an optimizer cannot be unscaled or stepped any more."""
         unscales = caller.startswith("unscale_")
@@ -686,7 +682,7 @@ class GradScaler(PlacedScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises within a step
-        own = copy.deepcopy({"_hooks": self._hooks, "_watch": self._watch})
+        own = copy.deepcopy({"_hooks": self._hooks, "_watch": self._watch, "_ranks": self._ranks})
         fresh: dict[str, Any] = {
             "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
             "_scale_tensor": None,
