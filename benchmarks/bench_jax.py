@@ -10,9 +10,9 @@ are donated. Runs on JAX's default device. Exits with status 1 where a bar is mi
 allowed.
 """
 
-import ctypes
 import functools
 import math
+import os
 import platform
 import sys
 import time
@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,8 @@ DEVICE = jax.devices()[0]
 ON = "cpu" if DEVICE.platform == "cpu" else "cuda"
 WHERE = f"{len(SHAPES)} arrays ({ON})"
 LAYERS, WIDTH, BATCH_SIZES = (2, 128, (8,)) if "--quick" in sys.argv else (8, 1024, (32, 256))
+LARGE = LAYERS if "--quick" in sys.argv else 17  # layers: more than the 64 MiB of an arena of glibc
+KEEPING = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
 NOTES = f"""A train step is that of a perceptron of {LAYERS} layers of {WIDTH} units: {LAYERS * WIDTH**2 >> 18} MiB of
 float32 weights, and twice as much for Adam. A CPU emulates float16, so the rows computed in float32, which need no
@@ -52,9 +55,11 @@ flax and mpx select after the update, as `skip="select"` does, and so also keep 
 
 On a CPU, glibc returns blocks of 32 MiB and more to the system when they are freed, and the next step has a page fault
 for each 4 KiB of them. A small batch in float32 computes so little that this is up to two fifths of the step. The rows
-with an own process show it: the process begins as a user's does. The rows with freed memory kept run with the variables
-`MALLOC_MMAP_MAX_=0` and `MALLOC_TRIM_THRESHOLD_=1073741824`. The remaining difference: gradients
-are written, read to be checked and read again to be applied, while without scaling they stay in the processor's cache.
+with an own process show it: the process begins as a user's does. The rows with freed memory kept run with
+`{" ".join(f"{name}={value}" for name, value in KEEPING.items())}`;
+without the first of them, blocks above the 64 MiB of an arena are mapped again in each step. The remaining difference:
+gradients are written, read to be checked and read again to be applied, while without scaling they stay in the
+processor's cache.
 
 The updates of `update` take the memory of the gradients, or of a copy if those come from outside of the compiled
 function and are not donated. They are read once more to be added.
@@ -167,9 +172,9 @@ def step_rows(quick: bool) -> list[Row]:
     ]
 
 
-def perceptron() -> list[dict[str, jax.Array]]:
+def perceptron(layers: int = LAYERS) -> list[dict[str, jax.Array]]:
     """Return float32 master weights."""
-    keys = jax.random.split(jax.random.key(0), LAYERS)
+    keys = jax.random.split(jax.random.key(0), layers)
     weights = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
     return [{"weight": weight, "bias": jnp.zeros(WIDTH)} for weight in weights]
 
@@ -186,9 +191,9 @@ def train_loss(dtype: Any) -> Callable[..., jax.Array]:
     return loss
 
 
-def train_steps(dtype: Any) -> dict[str, Callable[[], tuple[Step, Any]]]:
+def train_steps(dtype: Any, layers: int = LAYERS) -> dict[str, Callable[[], tuple[Step, Any]]]:
     """Return functions that make each contender's whole train step, as it is documented, and what it carries."""
-    loss, params = train_loss(dtype), perceptron
+    loss, params = train_loss(dtype), functools.partial(perceptron, layers)
 
     def with_optimizer(optimizer: Any, in_one: bool, is_scaled: bool = True) -> tuple[Step, Any]:
         def step(carry: Any, x: jax.Array) -> Any:
@@ -252,22 +257,29 @@ def train_rows(quick: bool) -> list[Row]:
     dtypes = (jnp.float16,) if quick else (jnp.float16, jnp.float32)
     rows = [row for dtype in dtypes for size in BATCH_SIZES for row in _train_rows(dtype, size, ON, quick)]
     if ON == "cpu" and platform.libc_ver()[0] == "glibc":
-        rows += _rows_alone(quick, keeps=False) + _rows_alone(quick, keeps=True)
+        for layers, size in ((LAYERS, BATCH_SIZES[0]), (LARGE, 2 * BATCH_SIZES[0])):
+            rows += _rows_alone(quick, layers, size, keeps=False) + _rows_alone(quick, layers, size, keeps=True)
     return rows
 
 
 _alone: "_Turn"  # of a process that has nothing else
 
 
-def _rows_alone(quick: bool, keeps: bool) -> list[Row]:
-    """Time the step that page faults slow down most, each contender in a process of its own, as a user has it."""
-    where = f"{BATCH_SIZES[0]} samples, computed in float32 (cpu, own process{', freed memory kept' * keeps})"
+def _rows_alone(quick: bool, layers: int, size: int, keeps: bool) -> list[Row]:
+    """Time a step that page faults slow down, each contender in a process of its own, as a user has it."""
+    model = (
+        f"{size} samples" if layers == LAYERS else f"{layers * WIDTH**2 * 4 / 2**20:.0f} MiB of weights, {size} samples"
+    )
+    where = f"{model}, computed in float32 (cpu, own process{', freed memory kept' * keeps})"
     bars = {"apply_gradients": 1.15, "update and apply": 1.25}
     with ExitStack() as stack:
         turns = []
         for name in ("no scaling", *bars):
-            pool = ProcessPoolExecutor(1, get_context("spawn"), _begin_alone, (name, keeps))
-            turns.append(functools.partial(_result, stack.enter_context(pool)))
+            pool = ProcessPoolExecutor(1, get_context("spawn"), _begin_alone, (name, layers, size))
+            stack.enter_context(pool)
+            with patch.dict(os.environ, KEEPING if keeps else {}):  # read by glibc when the process starts
+                pool.submit(int).result()
+            turns.append(functools.partial(_result, pool))
         plain, *times = interleaved(turns, 2 if quick else 41)
     return [
         Row(f"train step, {name}, {where}", "× no scaling", time / plain, bar)
@@ -275,14 +287,11 @@ def _rows_alone(quick: bool, keeps: bool) -> list[Row]:
     ]
 
 
-def _begin_alone(name: str, keeps: bool) -> None:
-    """Make one contender's step; if `keeps`, let glibc keep freed memory, as the two variables in NOTES do."""
+def _begin_alone(name: str, layers: int, size: int) -> None:
+    """Make one contender's step."""
     global _alone
-    mmap_max, trim_threshold = -4, -1  # their names in malloc.h
-    for parameter, value in ((mmap_max, 0), (trim_threshold, 2**30)) if keeps else ():
-        assert ctypes.CDLL(None).mallopt(parameter, value) == 1
-    step, carry = train_steps(jnp.float32)[name]()
-    x = jax.random.normal(jax.random.key(1), (BATCH_SIZES[0], WIDTH))
+    step, carry = train_steps(jnp.float32, layers)[name]()
+    x = jax.random.normal(jax.random.key(1), (size, WIDTH))
     _alone = _Turn(jax.jit(step, donate_argnums=0).lower(carry, x).compile(), carry, x)
 
 
