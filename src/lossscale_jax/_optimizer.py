@@ -300,9 +300,10 @@ def _accumulate(
 def _makes_nan_of_zeros(inner: optax.GradientTransformation, params: PyTree, inner_state: PyTree) -> bool:
     """Return whether 16 steps on gradients of zero make parameters NaN; False if that cannot be known.
 
-    Computes with values also where `params` are traced: with zeros for one leaf of each dtype, number of dimensions and
-    place in the inner state. All axes are cut to 1, and then two of them to 128, from which optimizers such as
-    `optax.adafactor` factor. So neither time nor memory grows with the size of the model.
+    Computes with values also where `params` are traced: on zeros, for one leaf of each dtype, number of dimensions and
+    place in the inner state. All axes are cut to 1. If the state has arrays of other shapes, as that of
+    `optax.adafactor`, which factors axes from 128 on, two axes are then cut to 128. So neither time nor memory grows
+    with the size of the model.
     """
     paths: dict[Any, tuple[Any, list[Any]]] = {
         path: (leaf, []) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -312,23 +313,32 @@ def _makes_nan_of_zeros(inner: optax.GradientTransformation, params: PyTree, inn
             if path[n:] in paths:
                 paths[path[n:]][1].append(path[:n])
     asked = {(jnp.result_type(leaf), jnp.ndim(leaf), *places): path for path, (leaf, places) in paths.items()}.values()
-    for size in (1, 128):
+    factors = {jnp.shape(leaf) for leaf in jax.tree.leaves(inner_state)} - {
+        jnp.shape(leaf) for leaf, _ in paths.values()
+    }
 
-        def cut(path: Any, leaf: Any, size: int = size) -> Any:
-            if path not in asked:
-                return None
+    def steps(size: int) -> Any:
+        """Return whether the parameters are finite after 16 steps."""
+
+        def cut(path: Any, leaf: Any) -> Any:
             largest = sorted(range(jnp.ndim(leaf)), key=lambda axis: jnp.shape(leaf)[axis])[-2:]
             shape = [min(n, size) if axis in largest else min(n, 1) for axis, n in enumerate(jnp.shape(leaf))]
-            return jnp.zeros(shape, jnp.result_type(leaf))
+            return jnp.zeros(shape, jnp.result_type(leaf)) if path in asked else None
 
-        # It may need extra arguments, an axis, or the parameters as they are.
-        with contextlib.suppress(Exception), jax.ensure_compile_time_eval():
-            trained = grads = jax.tree_util.tree_map_with_path(cut, params)
-            state = inner.init(trained)
-            for _ in range(16):
-                updates, state = inner.update(grads, state, trained)
-                trained = optax.apply_updates(trained, updates)
-            if not bool(each_finite(trained)):
+        def step(carry: Any) -> tuple[PyTree, PyTree]:
+            state, trained = carry
+            updates, state = inner.update(grads, state, trained)
+            return state, optax.apply_updates(trained, updates)
+
+        grads = jax.tree_util.tree_map_with_path(cut, params)
+        first = step((inner.init(grads), grads))  # after which no dtype changes
+        return each_finite(lax.fori_loop(1, 16, lambda _, carry: step(carry), first)[1], skip="select")
+
+    for size in (1, 128) if factors - {()} else (1,):
+        with contextlib.suppress(Exception):  # it may need extra arguments, an axis, or the parameters as they are
+            # Compiled ahead of time, it runs while another program is traced, too. One program: an eager step would
+            # compile one for each operation.
+            if not bool(jax.jit(steps, static_argnums=0).lower(size).compile()()):
                 return True
     return False
 
