@@ -116,7 +116,7 @@ class Losses:
         for record in records:
             record.begin(by_keras)
         records[0].loss_scale = loss_scale
-        self._note_elsewhere(records[-1])
+        self._note_elsewhere(records)
         if self._shared is not None:
             self._shared.assign(loss_scale)
         return loss_scale
@@ -136,7 +136,7 @@ class Losses:
         loss_scale = self._last_scale(records, present)
         for record in records:
             record.is_unscaled, record.applied_since_unscaling = True, set()
-        self._note_elsewhere(records[-1])
+        self._note_elsewhere(records)
         return loss_scale
 
     def compute(self, variables: Iterable[Any]) -> None:
@@ -199,8 +199,9 @@ class Losses:
         records[0].applied |= ids
         if records[0].applied_since_unscaling is not None:
             records[0].applied_since_unscaling |= ids
-        records[-1].has_applied = True
-        self._elsewhere.pop(records[-1].key, None)
+        for record in records:
+            record.has_applied = True
+            self._elsewhere.pop(record.key, None)
 
     def _pending(self, records: list[Record], ids: set[int], present: Any) -> Pending | None:
         """Return the last loss, if its gradients may not have been applied to all of these variables."""
@@ -234,12 +235,14 @@ class Losses:
     def _others(self, own: Record) -> list[Elsewhere]:
         return [each for key, each in self._elsewhere.items() if key is not own.key]
 
-    def _note_elsewhere(self, record: Record) -> None:
-        if not record.has_applied:
-            self._elsewhere.pop(record.key, None)
-            self._elsewhere[record.key] = Elsewhere(record.by_keras, record.is_traced)
-            if len(self._elsewhere) > _MAX_ELSEWHERE:
-                self._elsewhere.pop(next(iter(self._elsewhere)))
+    def _note_elsewhere(self, records: list[Record]) -> None:
+        # Each graph around, since a function that scales losses may be traced within one caller, and serve another.
+        for record in records:
+            if not record.has_applied:
+                self._elsewhere.pop(record.key, None)
+                self._elsewhere[record.key] = Elsewhere(record.by_keras, record.is_traced)
+        while len(self._elsewhere) > _MAX_ELSEWHERE:
+            self._elsewhere.pop(next(iter(self._elsewhere)))
 
     def _records(self) -> list[Record]:
         """Return the records of the graph being built and those around it, or that of the thread in eager execution."""

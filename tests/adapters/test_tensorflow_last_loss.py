@@ -558,6 +558,22 @@ def test_gradients_that_another_place_applies(by, scaled_in, applied_in):
     two.went(12.0)
 
 
+@pytest.mark.parametrize("by", ["get_scaled_loss", "scale_loss"])
+def test_a_function_that_two_traces_call(by):
+    """It scales the loss, and is traced within the first of them; both apply its gradients."""
+    two = Two()
+    scaled = traced(lambda: two.scaled(0, 3.0, by)[0])
+
+    @tf.function(autograph=False)
+    def step(name):
+        (two.apply if by == "scale_loss" else two.unscale_and_apply)([scaled()], 0)
+        return name
+
+    for name in ("first", "second", "first", "second"):
+        step(name)
+    two.went(12.0)
+
+
 def test_gradients_from_other_threads():
     """A thread that scales nothing unscales by the last scale that was used."""
     two = Two()
