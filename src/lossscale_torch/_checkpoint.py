@@ -147,7 +147,10 @@ def _not_torchs(given: Mapping[Any, Any], missing: list[str]) -> str:
         hint = f"pass its part {shown(parts[0])}"
     elif "param_groups" in given:
         hint = f"this is the dict of an optimizer; {hint}"
-    return f"load_state_dict() was given a dict of {shown_names(given)} without {shown_names(missing)}; {hint}"
+    return (
+        f"load_state_dict() was given a dict of {shown_names(given)}, which is not the saved state of a scaler; it "
+        f"lacks {shown_names(missing)}; {hint}"
+    )
 
 
 def _number(name: str, value: Any) -> Any:

@@ -304,7 +304,7 @@ def _deepspeed():
 NOT_OURS = {
     "a whole checkpoint": (
         lambda: {"model": {}, "optimizer": _sgd().state_dict(), "scaler": TORCHS},
-        "model, optimizer, scaler without scale, ... ; pass its part 'scaler'",
+        "model, optimizer, scaler, which is not the saved state ... it lacks scale, ... ; pass its part 'scaler'",
     ),
     "an optimizer's": (
         lambda: _sgd().state_dict(),
