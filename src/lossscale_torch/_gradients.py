@@ -26,7 +26,7 @@ class Gradients:
     raised, with torch's message, for float16 unless `allow_half`.
     """
 
-    __slots__ = ("_grads", "_values", "buckets", "has_double")
+    __slots__ = ("_grads", "_values", "buckets")
 
     def __init__(self, optimizers: list[Any], allow_half: bool = True) -> None:
         self._grads = self._values = grads = _grads_of(optimizers)
@@ -37,10 +37,9 @@ class Gradients:
             self._grads = [_writable(param) for param in params]
             self._values = [values_of(grad) for grad in self._grads]
             self.buckets = buckets(self._values)
-        dtypes = [bucket[0].dtype for bucket in self.buckets]
-        if torch.float16 in dtypes and not allow_half:
-            raise ValueError(_half_gradients(optimizers))
-        self.has_double = torch.float64 in dtypes
+        for bucket in self.buckets:
+            if bucket[0].dtype is torch.float16 and not allow_half:
+                raise ValueError(_half_gradients(optimizers))
 
     def check_and_multiply_(self, factor: Tensor, found_inf: Tensor) -> dict[Any, Tensor]:
         """Multiply in place; return for each device 1.0 if a gradient was not finite, else 0.0.
@@ -57,7 +56,8 @@ class Gradients:
 
     def norm_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of a norm on a device: float32, or float64 if a gradient has that and the device, too."""
-        return torch.float64 if self.has_double and device.type in HAVE_FLOAT64 else torch.float32
+        has_double = torch.float64 in [bucket[0].dtype for bucket in self.buckets]
+        return torch.float64 if has_double and device.type in HAVE_FLOAT64 else torch.float32
 
     @torch.no_grad()
     def norm(
