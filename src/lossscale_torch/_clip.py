@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lossscale_core.adapters import check_setting, shown
 from lossscale_core.errors import PolicyError
-from lossscale_torch._gradients import Gradients, params_of
+from lossscale_torch._gradients import EXACT_UP_TO, Gradients, params_of
 from lossscale_torch._optimizers import Fused, kind_of
 from lossscale_torch._state import UNSCALED, combined, is_being_recorded
 
@@ -30,7 +30,8 @@ def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float, is
     if not any(is_open) and "norm" in records[0]:
         return cast(Tensor, records[0]["norm"])
     optimizers, records = [*itertools.compress(optimizers, is_open)], [*itertools.compress(records, is_open)]
-    if scaler._unscales_as_torch():
+    # Higher powers of gradients that are still scaled leave float64.
+    if scaler._unscales_as_torch() and not EXACT_UP_TO < order < math.inf:
         return _clip_scaled(scaler, optimizers, records, max_norm, order, is_guarded)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -74,7 +75,9 @@ def _clip_scaled(
     elif isinstance(factor, Tensor) or factor != 1.0:
         gradients.multiply_(factor)
     for optimizer, record in zip(optimizers, records, strict=True):
-        if groups or [param for param in params_of(optimizer) if param.grad is not None]:
+        has_divided = any(param.grad is not None for param in params_of(optimizer))
+        if groups or has_divided:
+            record["has_divided"] = has_divided
             record["found_inf_per_device"] = {device: flag.clone()}
             record["stage"], record["known_to"] = UNSCALED, groups
             record.pop("given_up", None)

@@ -15,7 +15,7 @@ Bucket = list[Tensor]
 
 _JOIN_BELOW = 4096  # elements; calling `torch.dot` for fewer takes about as long as copying them does
 _SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a part of the norm
-_EXACT_UP_TO = 6.0  # to this power, float64 holds every float32
+EXACT_UP_TO = 6.0  # to this power, float64 holds every float32
 
 
 class Gradients:
@@ -134,7 +134,7 @@ class Gradients:
                     is_held = is_wide or not is_double
                     of = None if bucket[0].dtype.itemsize >= 4 else torch.float32
                 else:
-                    is_held = is_wide and not is_double and order <= _EXACT_UP_TO
+                    is_held = is_wide and not is_double and order <= EXACT_UP_TO
                     of = torch.float64 if has_double else torch.float32
                 is_exact = is_exact and is_held and not is_complex
                 parts = [torch.view_as_complex(each).abs() for each in bucket] if is_complex else bucket

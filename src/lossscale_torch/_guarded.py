@@ -18,6 +18,7 @@ from lossscale_torch._optimizers import Legacy, kind_of
 from lossscale_torch._ranks import require_member
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._skip_log import SkipLog, names_of
+from lossscale_torch._state import is_being_recorded
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
 from lossscale_torch.hooks import Guard
@@ -95,7 +96,8 @@ def guarded(
     Raises:
         TypeError: For what is not an optimizer, and one that computes the gradients several times in a step.
         PolicyError: For a `max_norm`, a `guard` or a `max_streak` that breaks its rule, and for another `on_bad`.
-        CallOrderError: For an optimizer that is guarded already; from `step`, if it is also given to a scaler.
+        CallOrderError: For an optimizer that is guarded already; from `step`, if it is also given to a scaler (to
+            torch's own only if it is fused; around an ordinary one that scaler skips, and `last_step` is not told).
         OverflowStreakError: From `step`, at `max_streak`, at the `max_streak` of the guard, and with `on_bad="raise"`.
     """
     if hasattr(optimizer, "_lossscale"):
@@ -143,7 +145,7 @@ class _Step(GradScaler):
         """Raise an error at the limit of bad steps; a streak on a device is read once in as many steps."""
         self.steps += 1
         limit, streak = self.max_streak, info.overflow_streak
-        if limit is None or (isinstance(streak, Tensor) and self.steps % limit):
+        if limit is None or is_being_recorded() or (isinstance(streak, Tensor) and self.steps % limit):
             return
         if int(streak) >= limit:
             raise OverflowStreakError(
@@ -176,6 +178,8 @@ def _guarded_class(kind: Any) -> Any:
             if _inner is not None:  # by the scaler, which has found them good, or leaves it to the kernel
                 return super().step(**_inner)
             if hasattr(self, "found_inf") and not hasattr(self.found_inf, "is_left_over"):
+                for name in ("found_inf", "grad_scale"):  # torch's scaler leaves them after an error
+                    vars(self).pop(name, None)
                 raise CallOrderError(
                     "a guarded optimizer was given to a scaler, which skips bad steps by itself; use one of the two"
                 )
@@ -202,10 +206,15 @@ def _guarded_class(kind: Any) -> Any:
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             """Continue with the optimizer's entries, and the guard's if there are any."""
-            super().load_state_dict({name: value for name, value in state_dict.items() if name != "guard"})
-            for hook in self._lossscale._hooks:
-                if isinstance(hook, Guard):
-                    hook.load_state_dict(state_dict)
+            guards = [(hook, hook.state_dict()) for hook in self._lossscale._hooks if isinstance(hook, Guard)]
+            for hook, _ in guards:  # first, since it parses before it assigns
+                hook.load_state_dict(state_dict)
+            try:
+                super().load_state_dict({name: value for name, value in state_dict.items() if name != "guard"})
+            except BaseException:
+                for hook, before in guards:
+                    hook.load_state_dict(before)
+                raise
 
         def __getstate__(self) -> dict[str, Any]:
             return {**super().__getstate__(), "_lossscale": self._lossscale, "last_step": _not_taken()}

@@ -144,6 +144,8 @@ class GradScaler(PlacedScaler):
         given = [*require_hooks(hooks), *([Guard(guard)] if guard is not None else [])]
         self._needs_norm = any(each.needs_norm for each in given)
         guards = [each for each in given if isinstance(each, Guard)]  # they see the norm that all ranks have
+        for number, each in enumerate(guards[1:], 2):
+            each.entry = f"guard_{number}"
         vetoing = [each for each in given if each not in guards]
         self._can_veto = bool(vetoing)
         self._watch = Watch()
@@ -217,6 +219,7 @@ class GradScaler(PlacedScaler):
             flag = torch.zeros_like(scale)
             found = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
             groups = self._ranks.groups([optimizer], of_norm=True) if self._needs_norm else []
+            record["has_divided"] = bool(found)
             if groups and not found:  # this rank takes part all the same
                 found = {scale.device: flag}
             record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY
@@ -402,7 +405,8 @@ class GradScaler(PlacedScaler):
         if self._watch.versions:
             self._watch.note_versions()
         for record in self._per_optimizer_states.values():
-            if record["stage"] is UNSCALED and all(param.grad is None for param in params_of(record["optimizer"])):
+            is_unscaled = record["stage"] is UNSCALED and record.get("has_divided")
+            if is_unscaled and all(param.grad is None for param in params_of(record["optimizer"])):
                 record["given_up"] = True
 
     def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
@@ -704,6 +708,8 @@ def _require_flags(found: dict[Any, Any], hook: Hook) -> None:
                 f"{type(hook).__name__}.before_step set the flag {key!r} to {shown(flag)}; a veto is 1.0, and 0.0 lets "
                 "the step pass: a float32 tensor of shape (), or a number"
             )
+        elif flag.dim():
+            found[key] = flag.reshape(())
 
 
 def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:

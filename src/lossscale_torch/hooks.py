@@ -95,11 +95,14 @@ class Guard(Hook):
     """
 
     needs_norm = True
+    entry = "guard"
+    """The name in a state dict; a second guard of a scaler has another."""
 
     def __init__(self, rule: SpikeGuard) -> None:
         check_guard(rule)
         self.rule = rule
-        self._states: dict[int, Any] = {}  # by the ids of optimizers; one in the place of another continues its norms
+        self._states: dict[int, Any] = {}  # by the ids of optimizers
+        self._owners: dict[int, Any] = {}  # references to them: the id of a dead one may come again
         self._proposed: dict[int, tuple[Any, str, Any]] = {}
         """Of this step: the norm, the name of this guard's flag, and the state if the norm is to be remembered."""
         self._loaded: list[Any] = []
@@ -109,7 +112,10 @@ class Guard(Hook):
         if "norm" not in record:  # there are no gradients
             return
         key, norm, found = id(optimizer), record["norm"], record["found_inf_per_device"]
+        for old in [old for old, owner in self._owners.items() if owner() is None]:
+            del self._owners[old], self._states[old]
         if key not in self._states:
+            self._owners[key] = _reference(optimizer)
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
         state = self._states[key]
         is_on_device = isinstance(state.mean, Tensor)  # where it stays
@@ -138,6 +144,8 @@ class Guard(Hook):
         on_host = {}
         for key, (norm, name, after) in proposed.items():
             state, found = self._states[key], scaler._per_optimizer_states[key]["found_inf_per_device"]
+            if name not in found:  # the record was replaced
+                continue
             refuses, device = found[name] != 0.0, found[name].device
             others = [  # after an overflow there is nothing to remember: the norm was not finite
                 torch.where(refuses, 0.0, moved(flag, device)) if is_spike(other) else flag
@@ -175,11 +183,11 @@ class Guard(Hook):
         """Return one state, or a list with one for each optimizer. Synchronises if on a device."""
         states = self.states() or [self.rule.init_state()]
         entries = [{name: value.item() for name, value in each._asdict().items()} for each in states]
-        return {"guard": entries[0] if len(entries) == 1 else entries}
+        return {self.entry: entries[0] if len(entries) == 1 else entries}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with the saved states, in the order of the optimizers' first steps."""
-        entry, version = state_dict.get("guard"), state_dict.get("version", 1)
+        entry, version = state_dict.get(self.entry), state_dict.get("version", 1)
         entries = entry if isinstance(entry, list | tuple) else [entry]
         loaded: list[Any] = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
         for key, state in list(self._states.items()):
@@ -204,13 +212,21 @@ class Guard(Hook):
         return (~accepted).float(), after
 
     def __reduce__(self) -> Any:
-        return _guard_with, (self.rule, self.states())
+        return _guard_with, (self.rule, self.states(), self.entry)
 
 
-def _guard_with(rule: SpikeGuard, states: list[Any]) -> Guard:
+def _guard_with(rule: SpikeGuard, states: list[Any], entry: str) -> Guard:
     guard = Guard(rule)
-    guard._loaded = states
+    guard._loaded, guard.entry = states, entry
     return guard
+
+
+def _reference(optimizer: Any) -> Any:
+    """Return a function that returns an optimizer as long as it lives; one without weak references lives on."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer
 
 
 class Protect(Hook):

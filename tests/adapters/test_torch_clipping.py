@@ -187,3 +187,17 @@ def test_float16_gradients_are_refused_before_anything_is_unscaled():
     with pytest.raises(ValueError, match="FP16 gradients"):
         scaler.unscale_and_clip_(optimizers, 1.0)
     assert params[0].grad.item() == 32.0
+
+
+def test_a_high_order():
+    """Its powers are those of unscaled gradients, which float64 holds."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.SGD([param], lr=1.0), GradScaler("cpu")
+    for order in (16.0, 64.0):
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((3,), 65536.0)
+        norm = scaler.unscale_and_clip_(optimizer, 1e3, order)
+        assert norm.item() == pytest.approx(3.0 ** (1.0 / order), rel=1e-6)
+        assert param.grad.tolist() == [1.0] * 3
+        scaler.step(optimizer)
+        scaler.update()

@@ -1,10 +1,13 @@
 """The guard proposes at a step, and remembers at the end of it what was decided."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import CheckpointError, SyncError
@@ -128,6 +131,79 @@ def test_a_checkpoint_is_loaded_as_a_whole():
     with pytest.raises(CheckpointError):
         scaler.load_state_dict({**other, "guard": {"mean": "large"}})
     assert (scaler.state_dict(), scaler.policy) == (before, policy)
+
+
+def test_two_guards_are_saved_by_themselves():
+    """Each continues with its own norms, also in a copy and a pickle."""
+    strict, lax = Guard(RULE), Guard(SpikeGuard(warmup=9))
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=8.0, hooks=[strict, lax])
+    for size in (1.0, 1.0, 1e4):
+        _take([param], [optimizer], scaler, size)
+    fresh = GradScaler("cpu", init_scale=8.0, hooks=[Guard(RULE), Guard(SpikeGuard(warmup=9))])
+    fresh.load_state_dict(scaler.state_dict())
+    for other in (fresh, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert other.state_dict() == scaler.state_dict()
+    assert [scaler.state_dict()[name]["norms"] for name in ("guard", "guard_2")] == [3, 2]
+
+
+def test_a_new_optimizer_has_no_norms_of_a_dead_one():
+    """Although it may get its id."""
+    param = torch.nn.Parameter(torch.ones(2))
+    scaler = GradScaler("cpu", policy=8.0, guard=RULE)
+    for size in (1.0, 1e4, 1e8):
+        optimizer = torch.optim.SGD([param], lr=1e-3)
+        for _ in range(4):
+            assert _take([param], [optimizer], scaler, size).applied
+        del optimizer
+    assert _take([param], [torch.optim.SGD([param], lr=1e-3)], scaler, 1.0)
+    assert scaler.state_dict()["guard"]["norms"] == 1
+
+
+def test_a_record_that_is_replaced_after_a_step():
+    """By torch's factory, as other packages do: the step is then not remembered."""
+    params, optimizers, scaler = _two("ordinary")
+    for param in params:
+        param.grad = torch.full_like(param, 8.0)
+    scaler.scale(torch.ones(()))
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler._per_optimizer_states[id(optimizers[0])] = _refresh_per_optimizer_state()
+    assert scaler.update().applied
+    assert _remembered(scaler) == [(0, 0), (1, 0)]
+
+
+def test_a_guarded_optimizer_loads_as_a_whole():
+    """A refused entry, of the guard or of the optimizer, leaves settings and state as they were."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = guarded(torch.optim.SGD([param], lr=1e-3, momentum=0.9), guard=RULE)
+    param.grad = torch.ones(2)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    other = guarded(torch.optim.SGD([param], lr=0.5), guard=RULE).state_dict()
+    for wrong, error in (({"guard": {"mean": 1.0}}, CheckpointError), ({"param_groups": []}, ValueError)):
+        with pytest.raises(error):
+            optimizer.load_state_dict({**other, **wrong})
+        assert str(optimizer.state_dict()) == str(before)
+
+
+def _missing_on_rank_1(rank, world_size):
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", policy=8.0, process_group=dist.group.WORLD, norm_group=dist.group.WORLD)
+    for call in ("unscale_", "clip"):
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((2,), 8.0) if rank == 0 else None
+        scaler.unscale_(optimizer) if call == "unscale_" else scaler.unscale_and_clip_(optimizer, 1e3)
+        scaler.scale(torch.ones(()))  # of another optimizer
+        scaler.step(optimizer)
+        assert scaler.update().applied
+
+
+def test_a_rank_without_gradients_has_given_none_up():
+    """A second scaled loss in the same step is then no error on one rank alone."""
+    _on_ranks(2, _missing_on_rank_1)
 
 
 def _overflow_on_rank_1(rank, world_size, how):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
@@ -225,6 +226,8 @@ def test_what_is_refused():
         scaler.scale(torch.ones(()))
         with pytest.raises(CallOrderError, match=r"guarded SGD|guarded optimizer was given to a scaler"):
             scaler.step(fused)
+        fused.step()
+        assert fused.last_step
 
 
 @pytest.mark.parametrize(("fused", "reads"), [(False, 1), (True, 0)], ids=["plain", "fused"])
@@ -347,6 +350,20 @@ def test_a_bad_step_on_a_device_ends_the_run_there():
         param.grad = torch.full((2,), float("nan"), device="mps")
         with pytest.raises(RuntimeError, match="a step of SGD had gradients that are not finite, or a spike"):
             optimizer.step()
+
+
+def test_the_streak_is_not_read_while_code_is_recorded():
+    """A step with `max_streak` can be traced."""
+    param = nn.Parameter(torch.ones(2))
+    optimizer = guarded(torch.optim.SGD([param], lr=1.0, fused=True), max_streak=1)
+
+    def step(grad):
+        param.grad = grad
+        optimizer.step()
+        return optimizer.last_step.applied
+
+    step(torch.ones(2))
+    make_fx(step)(torch.ones(2))
 
 
 class _LateCopy(_skip_log.LateCopy):

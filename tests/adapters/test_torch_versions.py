@@ -16,7 +16,6 @@ FUNCTIONS = [
     "torch._amp_update_scale_",
     "torch._assert_async",
     "torch._foreach_copy_",
-    "torch._foreach_div",
     "torch._foreach_mul_",
     "torch._foreach_norm",
     "torch.amp.grad_scaler._refresh_per_optimizer_state",
