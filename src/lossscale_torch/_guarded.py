@@ -179,7 +179,7 @@ def _guarded_class(kind: Any) -> Any:
                 return super().step(**_inner)
             if hasattr(self, "found_inf") and not hasattr(self.found_inf, "is_left_over"):
                 for name in ("found_inf", "grad_scale"):  # torch's scaler leaves them after an error
-                    vars(self).pop(name, None)
+                    self.__dict__.pop(name, None)
                 raise CallOrderError(
                     "a guarded optimizer was given to a scaler, which skips bad steps by itself; use one of the two"
                 )

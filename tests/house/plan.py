@@ -54,7 +54,7 @@ PLAN = {
         _skip_log: _gradients _report _state _step_info hooks
         _attempts: _gradients _snapshots _state _step_info _versions hooks
         _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _placement _state _step_info _versions hooks
-        _guarded: _clip _gradients _optimizers _ranks _scaler _skip_log _step_info _versions hooks
+        _guarded: _clip _gradients _optimizers _ranks _scaler _skip_log _state _step_info _versions hooks
         __init__: _float32 _guarded _range _report _scaler _step_info _verbs hooks
         testing: _gradients _scaler _step_info hooks
     """,
