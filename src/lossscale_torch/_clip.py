@@ -10,7 +10,7 @@ from torch import Tensor
 from lossscale_core.adapters import check_setting, shown
 from lossscale_core.errors import PolicyError
 from lossscale_torch._gradients import EXACT_UP_TO, Gradients, params_of
-from lossscale_torch._optimizers import Fused, kind_of
+from lossscale_torch._optimizers import Fused, kind_of, require_optimizer
 from lossscale_torch._state import UNSCALED, combined, is_being_recorded
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -24,6 +24,8 @@ def clip(scaler: Any, optimizers: list[Any], max_norm: Any, norm_type: float, is
     if not order > 0.0:
         raise PolicyError(f"norm_type={shown(norm_type)} must be above 0; pass 2.0, or math.inf for the largest")
     if not scaler.is_enabled():
+        for optimizer in optimizers:
+            require_optimizer(optimizer, "unscale_and_clip_")
         return _clip_unscaled(scaler, optimizers, max_norm, order)
     records = [*map(scaler._open, optimizers, ["unscale_and_clip_"] * len(optimizers))]
     is_open = ["was_applied" not in record for record in records]  # in an earlier try of this step

@@ -100,6 +100,15 @@ def kind_of(optimizer: Any) -> type[Plain] | type[Fused] | type[Legacy]:
     return Legacy if _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)) else Fused
 
 
+def require_optimizer(optimizer: Any, caller: str) -> None:
+    """Raise `TypeError` for what is not an optimizer."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
+            "pass the torch.optim.Optimizer of these parameters"
+        )
+
+
 def holders(optimizer: Any) -> list[Any]:
     """Return the optimizers whose kernels step a fused one: itself, or those in a container such as torchtitan's."""
     held = getattr(optimizer, "__dict__", {}).get("optimizers")

@@ -41,7 +41,7 @@ from lossscale_torch._checkpoint import (
 )
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import Gradients, is_dtensor, lifted, moved, params_of
-from lossscale_torch._optimizers import Plain, kind_of
+from lossscale_torch._optimizers import Plain, kind_of, require_optimizer
 from lossscale_torch._placement import PlacedScaler
 from lossscale_torch._state import READY, STEPPED, UNSCALED, OnDevice
 from lossscale_torch._step_info import StepInfo
@@ -411,11 +411,7 @@ class GradScaler(PlacedScaler):
 
     def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
         """Return the record of an optimizer's step; raise torch's errors if it was unscaled or stepped before."""
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
-                "pass the torch.optim.Optimizer of these parameters"
-            )
+        require_optimizer(optimizer, caller)
         record = self._per_optimizer_states[id(optimizer)]
         record["optimizer"] = optimizer
         if caller == "skip":

@@ -62,7 +62,9 @@ class Hook:
     """
 
     needs_norm = False
-    """Whether `record["norm"]` must hold the 2-norm of the unscaled gradients: shape `()`, where the loss scale is.
+    """Whether `record["norm"]` must hold the norm of the unscaled gradients: shape `()`, where the loss scale is.
+
+    It is the 2-norm, or after a clip the norm by which was clipped: of its order, and of all optimizers together.
 
     A fused optimizer's gradients are then unscaled before its step.
     """

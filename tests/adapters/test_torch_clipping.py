@@ -201,3 +201,9 @@ def test_a_high_order():
         assert param.grad.tolist() == [1.0] * 3
         scaler.step(optimizer)
         scaler.update()
+
+
+def test_a_disabled_scaler_clips_optimizers_only():
+    """A module is named, as by an enabled one."""
+    with pytest.raises(TypeError, match=r"unscale_and_clip_\(\) was given a Linear, which has no param_groups"):
+        GradScaler("cpu", enabled=False).unscale_and_clip_(torch.nn.Linear(1, 1), 1.0)
