@@ -72,8 +72,8 @@ class _Mark:
     def note_backward(self) -> None:
         """Note that the loss was counted; warn once if its scaler has not scaled the loss of this backward pass."""
         self.has_run = True
-        if self._scaler._enabled and not (self._scaler._has_loss or self._scaler._is_told):
-            self._scaler._is_told = True
+        if self._scaler._enabled and not (self._scaler._has_loss or self._scaler._has_warned):
+            self._scaler._has_warned = True
             warn(
                 "an attached loss takes its loss scale from a scaler that has scaled no loss since its last update(), "
                 "so that its gradients may have another scale than the rest; pass the loss through scale() of the same "

@@ -55,12 +55,12 @@ def _clip_scaled(
     gradients = Gradients(optimizers, scaler._half_gradients)
     scale, ranks = scaler._scale, scaler._ranks
     device, groups = scale.device, ranks.groups(optimizers, of_norm=True)
-    stays = (not scale.is_cpu or is_being_recorded()) and all(kind_of(each) is Fused for each in optimizers)
-    read = None if stays else lambda norm: scaler._read([], norm)[0]
+    is_on_device = (not scale.is_cpu or is_being_recorded()) and all(kind_of(each) is Fused for each in optimizers)
+    read = None if is_on_device else lambda norm: scaler._read([], norm)[0]
     scaled, is_bad = gradients.norm(order, device, groups, ranks.norm_group, read)  # `read` is the one wait of a step
     dtype = gradients.norm_dtype(device)
     factor: Tensor | float
-    if stays:
+    if is_on_device:
         value, flag = scaled / scale, is_bad.float()
         factor = torch.where(is_bad, 1.0, _clip_factor(value, max_norm) / scale)
         norm = value.to(dtype)
@@ -72,7 +72,7 @@ def _clip_scaled(
         factor = 1.0 if is_bad else _clip_factor(value, max_norm) / loss_scale
         norm = torch.full_like(scale, math.inf if value > _LARGEST and dtype is torch.float32 else value, dtype=dtype)
     if is_guarded and kind_of(optimizers[0]) is Fused:
-        divisor = 1.0 / factor if stays or factor else math.inf
+        divisor = 1.0 / factor if is_on_device or factor else math.inf
         records[0]["factor"] = torch.as_tensor(divisor, dtype=torch.float32)
     elif isinstance(factor, Tensor) or factor != 1.0:
         gradients.multiply_(factor)
@@ -83,7 +83,7 @@ def _clip_scaled(
             record["found_inf_per_device"] = {device: flag.clone()}
             record["stage"], record["known_to"] = UNSCALED, groups
             record.pop("given_up", None)
-            record["norm"] = norm if stays else torch.tensor(value, dtype=dtype)
+            record["norm"] = norm if is_on_device else torch.tensor(value, dtype=dtype)
     return norm
 
 

@@ -135,7 +135,7 @@ class GradScaler(PlacedScaler):
         self._updates_per_step, self._updates = check_setting("updates_per_step", updates_per_step), 0
         self._losses: list[Tensor] = []  # those of this step, for the cause of an overflow
         self._new_scale: float | Tensor | None = None  # for the end of this step
-        self._has_loss = self._is_told = False  # of a loss in this step, and of the warning about none
+        self._has_loss = self._has_warned = False  # of a loss in this step, and of the warning about none
         self._copies: dict[torch.nn.Module, Any] = {}  # memory for the copies of `attempts`
         self._is_fused = False
         self._half_gradients = half_gradients
@@ -398,7 +398,7 @@ class GradScaler(PlacedScaler):
         """Note that a loss was scaled in this step, for the cause of an overflow, and which gradients were given up."""
         self._has_loss = True
         if _state.is_being_recorded():
-            self._is_told = True  # later steps may follow a replay
+            self._has_warned = True  # later steps may follow a replay
         elif len(self._losses) < _MANY and not is_dtensor(loss) and not _are_functorch_transforms_active():
             # A view would keep the memory of its base.
             self._losses.append(loss.detach().clone() if loss._is_view() else loss.detach())
@@ -420,7 +420,7 @@ class GradScaler(PlacedScaler):
             return record
         if self._scale is None:
             self._check_scale_growth_tracker(caller)
-        if not (self._has_loss or self._is_told or self.last_step.by_optimizer is None):
+        if not (self._has_loss or self._has_warned or self.last_step.by_optimizer is None):
             self._tell_of_no_loss()
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
@@ -521,7 +521,7 @@ class GradScaler(PlacedScaler):
         return info
 
     def _tell_of_no_loss(self) -> None:
-        self._is_told = True
+        self._has_warned = True
         warn(
             "no loss was scaled since the last update(), so that gradients may be divided by a scale that their loss "
             "was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called after each of "
@@ -562,7 +562,7 @@ class GradScaler(PlacedScaler):
         Call it where `scale` is never called: in a stage of a pipeline that receives its gradients from the last stage,
         or in a loop that multiplies its loss by `get_scale()` itself. The scaler then warns of no unscaled loss.
         """
-        self._is_told = True
+        self._has_warned = True
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
 

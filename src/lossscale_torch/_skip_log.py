@@ -49,7 +49,7 @@ class SkipLog(Hook):
     def __init__(self, names: list[str], raises: bool) -> None:
         self.names, self.raises = names, raises
         self.steps = 0
-        self.has_told = False
+        self.has_logged = False
         self._late: LateCopy | None = None
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
@@ -63,7 +63,7 @@ class SkipLog(Hook):
             return
         if isinstance(info.applied, Tensor):
             self._look_late(scaler, record["optimizer"])
-        elif not info.applied and (self.raises or not self.has_told):
+        elif not info.applied and (self.raises or not self.has_logged):
             cause = f"the gradients of {self._bad_ones(record['optimizer'])} are not finite"
             if info.spiked:
                 cause = f"its gradient norm of {float(record['norm']):g} is far above those before"
@@ -94,19 +94,19 @@ class SkipLog(Hook):
             state = state._replace(**dict(zip(state._fields[2:], map(np.int32, counts), strict=False)))
             skipped = state.skipped_steps + sum(counts[len(state) - 2 :])
             self._late = None
-            if skipped and not self.has_told:
+            if skipped and not self.has_logged:
                 text = f"{skipped} of the first {self.steps} steps of {type(optimizer).__name__} were skipped"
                 self._tell(
                     scaler, optimizer, f"{text}: gradients were not finite, or their norm was far above those before"
                 )
-            elif self.has_told:
+            elif self.has_logged:
                 scaler._watch.log(scaler.policy, state)
-        if scaler._state.counts.device.type in LateCopy.DEVICES and (not self.has_told or self.steps % _EVERY == 0):
+        if scaler._state.counts.device.type in LateCopy.DEVICES and (not self.has_logged or self.steps % _EVERY == 0):
             guards = [hook.first() for hook in scaler._hooks if isinstance(hook, Guard)]
             self._late = LateCopy([scaler._state.counts, *(each.spikes.reshape(1) for each in guards if each)])
 
     def _tell(self, scaler: Any, optimizer: Any, text: str) -> None:
-        self.has_told = True
+        self.has_logged = True
         if _speaks(scaler, optimizer):
             log_event("skipped_step", f"{text}; parameters and the optimizer's state stay as they were")
 
