@@ -6,6 +6,7 @@ while JAX or torch.compile traces, since the arrays have no values then.
 """
 
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -49,12 +50,15 @@ class Record:
         """The variables that were updated since gradients were unscaled; None before."""
         self.processes = False
         """Whether gradients were applied that the caller has processed after they were unscaled."""
+        self.reads_scale = False
+        """Whether the caller has read the scale since the loss was scaled, and may have divided by it."""
         self.computed: set[int] = set()
         """The variables with gradients from `compute_gradients`, which were not updated since."""
 
     def begin(self, by_keras: bool) -> None:
         """Record a new loss."""
         self.by_keras, self.loss_scale, self.applied, self.is_unscaled = by_keras, None, set(), False
+        self.processes = self.reads_scale = False
         if by_keras:
             self.computed = set()
 
@@ -90,13 +94,15 @@ class Elsewhere(NamedTuple):
 
     by_keras: bool | None
     is_traced: bool
+    record: Any = None
+    """A weak reference to the record of a graph, which dies with it, as after a trace that fails."""
 
 
 class Losses:
     """The records of one optimizer."""
 
     def __init__(self) -> None:
-        self.has_warned = False
+        self.has_warned = self.has_traced = False
         self._threads = threading.local()
         self._replicas: dict[int, Record] = {}
         self._elsewhere: dict[Any, Elsewhere] = {}
@@ -110,6 +116,7 @@ class Losses:
     def scale(self, loss_scale: Any, by_keras: bool) -> Any:
         """Record that a loss is multiplied by `loss_scale`, and return the scale to keep with the loss."""
         if is_compiling() or (BACKEND != "tensorflow" and is_traced([loss_scale])):
+            self.has_traced = True
             self._elsewhere["traced"] = Elsewhere(by_keras, True)
             return None
         records = self._records()
@@ -118,7 +125,7 @@ class Losses:
         records[0].loss_scale = loss_scale
         self._note_elsewhere(records)
         if self._shared is not None:
-            self._shared.assign(loss_scale)
+            self._shared.assign(loss_scale if by_keras else -loss_scale)  # the sign says who scaled it
         return loss_scale
 
     def scale_with(self, loss: Any) -> Any:
@@ -128,7 +135,11 @@ class Losses:
 
     def were_scaled(self) -> bool:
         """Return whether a loss was scaled in this thread, or in a place that applies no gradients."""
-        return bool(self._elsewhere) or self._of_thread().by_keras is not None
+        return self.has_traced or bool(self._elsewhere) or self._of_thread().by_keras is not None
+
+    def apply_traced(self) -> None:
+        """Record that the trace of JAX that scaled a loss applies its gradients itself, and passes none on."""
+        self._elsewhere.pop("traced", None)
 
     def unscale(self, present: Any) -> Any:
         """Record that gradients are unscaled, and return the scale of the last loss; `present` before the first."""
@@ -138,6 +149,11 @@ class Losses:
             record.is_unscaled, record.applied_since_unscaling = True, set()
         self._note_elsewhere(records)
         return loss_scale
+
+    def read_scale(self) -> None:
+        """Record that the caller reads the scale, perhaps to divide gradients by it."""
+        for record in self._records():
+            record.reads_scale = True
 
     def compute(self, variables: Iterable[Any]) -> None:
         """Record that `compute_gradients` returns gradients of these variables, which need not be applied."""
@@ -174,10 +190,15 @@ class Losses:
         is_raw = known is not None and known is records[0].loss_scale
         if may_be_unscaled and not is_raw and any(record.is_unscaled for record in records):
             return Gradients(None, is_scaled=pending is not None, is_processed=True)
+        is_elsewhere = pending is not None and not pending.is_certain
+        if is_elsewhere and not (takes_scaled or may_be_unscaled) and self._disagree():
+            last = xp.convert_to_tensor(self._shared)
+            return Gradients(xp.where(last > 0.0, last, 1.0))
         if takes_scaled or is_of_keras:
             return Gradients(present if pending is None else pending.loss_scale, is_scaled=pending is not None)
         processes = any(record.processes for record in records)
-        if is_raw or not (pending is None or not pending.is_certain or may_be_unscaled or processes):
+        may_be_divided = may_be_unscaled or processes or any(record.reads_scale for record in records)
+        if is_raw or (pending is not None and pending.is_certain and not may_be_divided):
             self._elsewhere.pop(records[-1].key, None)  # a trace that fails here passes nothing on
             raise CallOrderError(
                 "these gradients are still multiplied by the loss scale: get_scaled_loss was called, and "
@@ -222,17 +243,24 @@ class Losses:
         """Return the scale of the last loss in this graph or thread, unless another one may have scaled a later one."""
         # A graph may be called by several others, so it captures no tensor of a graph around it.
         own, others = records[0], self._others(records[-1])
-        is_overtaken = bool(own.applied and others) or any(each.is_traced > own.is_traced for each in others)
+        # Another thread does not overtake the loss of this one.
+        is_overtaken = any(each.is_traced and (own.applied or not own.is_traced) for each in others)
         return self._last_anywhere(present) if own.loss_scale is None or is_overtaken else own.loss_scale
 
     def _last_anywhere(self, present: Any) -> Any:
         """Return the last scale that was used in any place; the present one before the first, and in JAX and torch."""
         if self._shared is None or present is None:
             return present
-        last = xp.convert_to_tensor(self._shared)
+        last = xp.abs(xp.convert_to_tensor(self._shared))
         return xp.where(last > 0.0, last, present)
 
+    def _disagree(self) -> bool:
+        """Return whether `scale_loss` and `get_scaled_loss` are called in different places."""
+        return self._shared is not None and len({each.by_keras for each in self._elsewhere.values()} - {None}) > 1
+
     def _others(self, own: Record) -> list[Elsewhere]:
+        for key in [key for key, each in self._elsewhere.items() if each.record is not None and each.record() is None]:
+            del self._elsewhere[key]
         return [each for key, each in self._elsewhere.items() if key is not own.key]
 
     def _note_elsewhere(self, records: list[Record]) -> None:
@@ -240,7 +268,8 @@ class Losses:
         for record in records:
             if not record.has_applied:
                 self._elsewhere.pop(record.key, None)
-                self._elsewhere[record.key] = Elsewhere(record.by_keras, record.is_traced)
+                reference = weakref.ref(record) if record.is_traced else None
+                self._elsewhere[record.key] = Elsewhere(record.by_keras, record.is_traced, reference)
         while len(self._elsewhere) > _MAX_ELSEWHERE:
             self._elsewhere.pop(next(iter(self._elsewhere)))
 

@@ -259,6 +259,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self._losses.were_scaled():
             self._warn_of_unscaled_loss()
         cond = ops.cond if is_traced([*grads, *optimizer_variables]) else _cond
+        if cond is ops.cond:
+            self._losses.apply_traced()
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)
         with keras.StatelessScope(state_mapping=list(mapping)) as scope:

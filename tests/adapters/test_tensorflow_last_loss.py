@@ -6,6 +6,7 @@ The scale grows after each step, so that gradients divided by a scale of another
 from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY, compiled, eager, traced  # noqa: I001
 import contextlib
 import copy
+import gc
 import threading
 
 import keras
@@ -15,6 +16,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lossscale_tf
 from lossscale_core import DynamicScaling
 from lossscale_core.errors import CallOrderError
 from lossscale_tf import LossScaleOptimizer
@@ -771,3 +773,99 @@ def test_keras_entry_without_a_scaled_loss():
     variable = tf.Variable(0.0)
     LossScaleOptimizer(keras.optimizers.SGD(1.0), "none").apply([tf.constant(3.0)], [variable])
     assert float(variable) == -3.0
+
+
+# -- what an earlier step leaves over ----------------------------------------------------------------------------------
+
+
+def _grad_of_scaled(optimizer, variable):
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(variable * 1.0)
+    return tape.gradient(loss, variable)
+
+
+def _one():
+    variable = tf.Variable(0.0)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), DynamicScaling(init_scale=1024.0))
+    optimizer.build([variable])
+    return optimizer, variable
+
+
+@pytest.mark.parametrize(
+    "divide",
+    [
+        lambda optimizer, grad: grad / optimizer.loss_scale,
+        lambda optimizer, grad: lossscale_tf.unscale(grad, optimizer.scale_state),
+    ],
+    ids=["by hand", "by the verb"],
+)
+def test_gradients_that_are_divided_by_the_scale_are_not_refused(divide):
+    """The caller has read the scale, and may have divided by it."""
+    optimizer, variable = _one()
+    for step in range(1, 4):
+        optimizer.apply_gradients([(divide(optimizer, _grad_of_scaled(optimizer, variable)), variable)])
+        assert variable.numpy() == -step
+
+
+def test_a_trace_that_failed_is_forgotten():
+    """Afterwards scaled gradients are refused as before it."""
+    optimizer, variable = _one()
+
+    @tf.function
+    def step():
+        _grad_of_scaled(optimizer, variable)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        step()
+    del step
+    gc.collect()
+    with pytest.raises(CallOrderError):
+        optimizer.apply_gradients([(_grad_of_scaled(optimizer, variable) + 0.0, variable)])
+    assert variable.numpy() == 0.0
+
+
+def test_a_processed_step_is_not_remembered():
+    """After a step with clipped gradients, scaled ones are refused as before it."""
+    optimizer, variable = _one()
+    (unscaled,) = optimizer.get_unscaled_gradients([_grad_of_scaled(optimizer, variable)])
+    optimizer.apply_gradients([(unscaled * 1.0, variable)])
+    with pytest.raises(CallOrderError):
+        optimizer.apply_gradients([(_grad_of_scaled(optimizer, variable) + 0.0, variable)])
+    assert variable.numpy() == -1.0
+
+
+def test_the_call_that_scaled_last_decides_in_whatever_order_functions_were_traced():
+    """`scale_loss` in one function, `get_scaled_loss` in another that is called in between."""
+    optimizer, variable = _one()
+
+    @tf.function
+    def grads():
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(variable * 1.0)
+        return tape.gradient(loss, variable)
+
+    @tf.function
+    def evaluate():
+        return optimizer.get_scaled_loss(variable * 1.0)
+
+    for step in range(1, 4):
+        optimizer.apply_gradients([(grads(), variable)])
+        assert variable.numpy() == -step
+        evaluate()
+
+
+def test_another_thread_does_not_change_the_scale_of_this_ones_loss():
+    """Although it scales a loss by a scale that has grown."""
+    first, second = tf.Variable(0.0), tf.Variable(0.0)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), DynamicScaling(init_scale=1024.0, growth_interval=1))
+    optimizer.build([first, second])
+    with tf.GradientTape(persistent=True) as tape:
+        loss = optimizer.get_scaled_loss(first + second)
+    for variable in (first, second):
+        (grad,) = optimizer.get_unscaled_gradients([tape.gradient(loss, variable)])
+        optimizer.apply_gradients([(grad, variable)])
+        thread = threading.Thread(target=optimizer.get_scaled_loss, args=(tf.constant(1.0),))
+        thread.start()
+        thread.join()
+    assert (first.numpy(), second.numpy()) == (-1.0, -1.0)

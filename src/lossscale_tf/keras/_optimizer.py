@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 import lossscale_keras
-from lossscale_core import BaseScaling, SpikeGuard
+from lossscale_core import BaseScaling, ScaleState, SpikeGuard
 from lossscale_core.adapters import shown
 from lossscale_core.errors import CallOrderError
 from lossscale_tf._verbs import Gradient, Tree, is_gradient, is_overwritten, scale_by, times, unconverted, unscale_by
@@ -147,7 +147,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         if any((mark := mark_of(leaf, self._steps)) and mark.kind != "scaled" for leaf in tf.nest.flatten(grads)):
             raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
         named = None if loss is None else self._scale_of(loss)
-        last = self._losses.unscale(self.loss_scale)
+        last = self._losses.unscale(self._present_scale())
         return self._unscaled(grads, last if named is None else named, "unscaled")
 
     def _unscaled(self, grads: Any, loss_scale: tf.Tensor, kind: Any) -> Any:
@@ -327,6 +327,16 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     @property
     def loss_scale(self) -> tf.Tensor:
         """The current loss scale: float32, of shape `()`."""
+        self._losses.read_scale()
+        return self._present_scale()
+
+    @property
+    def scale_state(self) -> ScaleState:
+        """The policy's state, as tensors of shape `()`."""
+        self._losses.read_scale()
+        return super().scale_state
+
+    def _present_scale(self) -> tf.Tensor:
         return tf.convert_to_tensor(self.dynamic_scale)
 
     @property
@@ -486,7 +496,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             scales = [mark and mark.loss_scale for mark in marks]
             if named is None and all(each is scales[0] for each in scales):
                 named = scales[0]
-            found = self._losses.look_up(of_tensorflow, takes_scaled, self.loss_scale, named)
+            found = self._losses.look_up(of_tensorflow, takes_scaled, self._present_scale(), named)
         if not (found.is_scaled and found.is_unscaled) and not self._scales_nothing():
             self._warn_of_missing_calls(found.is_scaled, found.is_unscaled)
         return found, grads
