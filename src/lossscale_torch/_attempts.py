@@ -62,7 +62,7 @@ def _attempts(scaler: Any, tries: "_Tries", retries: int, raise_at_end: bool) ->
                 tries.begin_another()
             yield attempt
             tries.require_one_update()
-            if tries.is_over:
+            if tries.is_over or tries.is_at_floor:
                 break
             tries.after_first = tries.after_first or scaler._state_on_host()
     finally:
@@ -88,6 +88,8 @@ class _Tries(Hook):
         self.after_first: Any = None
         """The state after the first try, if it overflowed."""
         self.is_over = self.is_replaced = self.has_bad_loss = False
+        self.is_at_floor = False
+        """Whether a further try would have the same loss scale."""
 
     def begin(self) -> None:
         """Copy what each try begins with. A loop that was left without its end does not stand in the way."""
@@ -125,14 +127,16 @@ class _Tries(Hook):
         by_optimizer, device = info.by_optimizer or {}, torch.device("cpu")
         if scaler._scale is not None:
             device = scaler._scale.device
-        outcomes: list[Any] = [info.overflowed, *by_optimizer.values()]
+        outcomes: list[Any] = [info.overflowed, info.loss_scale_used, *by_optimizer.values()]
         if any(isinstance(each, Tensor) for each in outcomes):
             outcomes = read([torch.as_tensor(each, device=device) for each in outcomes], device)
-        overflowed, *applied = outcomes
+        overflowed, used, *applied = outcomes
         self.records = records = scaler._per_optimizer_states
         self.optimizers = {key: each["optimizer"] for key, each in records.items() if "optimizer" in each}
         self.applied = {key: records[key] for key, each in zip(by_optimizer, applied, strict=True) if each}
-        self.is_over = not (overflowed and BaseScaling.of(scaler.policy).adapts)
+        policy = BaseScaling.of(scaler.policy)
+        self.is_over = not (overflowed and policy.adapts)
+        self.is_at_floor = used <= policy.bounds()[0]
         if not self.is_over:
             self.has_bad_loss = not scaler._are_losses_finite()
             self.is_over = scaler._ranks.any_of(self.has_bad_loss, [*self.optimizers.values()], device)
@@ -192,7 +196,7 @@ def _give_up(attempt: Attempt, raise_at_end: bool) -> None:
     text = (
         f"the gradients of a step overflowed in {attempt.number + 1} tries, at the loss scales {scales}; the step is "
         "skipped and the scale backs off once; look for NaN in the backward pass, or pass more retries= if the scale "
-        "began too high"
+        "began too high and has not reached its minimum"
     )
     if raise_at_end:
         raise RetriesExhaustedError(text)

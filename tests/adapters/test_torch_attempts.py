@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lossscale_core import FixedScaling, SpikeGuard
+from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import CallOrderError, PolicyError, RetriesExhaustedError
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_distributed import _local, _on_ranks
@@ -126,6 +126,16 @@ def test_a_loop_that_is_left_after_several_tries_costs_one_backoff(fused, how):
                 break
     _steps(run, [False])
     assert run.scaler.state_dict() == plain.scaler.state_dict()
+
+
+@FUSED
+def test_no_try_is_taken_again_at_the_smallest_scale(fused):
+    """It would overflow as before; the loop ends as with used-up retries."""
+    run = Run(fused)
+    run.scaler = GradScaler("cpu", policy=DynamicScaling(init_scale=4.0, min_scale=1.0))
+    with pytest.raises(RetriesExhaustedError, match="overflowed in 3 tries, at the loss scales 4, 2, 1;"):
+        _steps(run, [True], retries=20, raise_at_end=True)
+    assert run.scaler.get_scale() == 2.0
 
 
 def _take(scaler, model, optimizer, factor=1.0):
