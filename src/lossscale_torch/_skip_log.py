@@ -64,9 +64,10 @@ class SkipLog(Hook):
         if isinstance(info.applied, Tensor):
             self._look_late(scaler, record["optimizer"])
         elif not info.applied and (self.raises or not self.has_logged):
-            cause = f"the gradients of {self._bad_ones(record['optimizer'])} are not finite"
             if info.spiked:
                 cause = f"its gradient norm of {float(record['norm']):g} is far above those before"
+            else:
+                cause = f"the gradients of {self._bad_ones(record['optimizer'])} are not finite"
             if self.raises:
                 raise OverflowStreakError(
                     f"step {self.steps} of {name} was not taken: {cause}. Parameters and the optimizer's state are as "
@@ -123,7 +124,7 @@ def _speaks(scaler: Any, optimizer: Any) -> bool:
 
 
 class LateCopy:
-    """Numbers on their way from a device, which nobody waits for."""
+    """Numbers on their way from a device; the host does not wait for them."""
 
     DEVICES = ("cuda", "xpu")
     """The devices that copy to pinned memory."""

@@ -114,8 +114,7 @@ class Guard(Hook):
         if "norm" not in record:  # there are no gradients
             return
         key, norm, found = id(optimizer), record["norm"], record["found_inf_per_device"]
-        for old in [old for old, owner in self._owners.items() if owner() is None]:
-            del self._owners[old], self._states[old]
+        self._forget_dead()
         if key not in self._states:
             self._owners[key] = _reference(optimizer)
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
@@ -169,12 +168,19 @@ class Guard(Hook):
         """Remember nothing of a step that was not decided."""
         self._proposed = {}
 
+    def _forget_dead(self) -> None:
+        """Drop the states of optimizers that are gone."""
+        for key in [key for key, owner in self._owners.items() if owner() is None]:
+            del self._owners[key], self._states[key]
+
     def first(self) -> GuardState | None:
         """Return the state of the first optimizer, where it is. Does not synchronise."""
+        self._forget_dead()
         return next(iter([*self._states.values(), *self._loaded]), None)
 
     def states(self) -> list[Any]:
         """Return the state of each optimizer on the host. Synchronises if on a device."""
+        self._forget_dead()
         start = self.rule.init_state()
         return [
             state._make(type(first)(float(value)) for first, value in zip(start, state, strict=True))
@@ -192,6 +198,7 @@ class Guard(Hook):
         entry, version = state_dict.get(self.entry), state_dict.get("version", 1)
         entries = entry if isinstance(entry, list | tuple) else [entry]
         loaded: list[Any] = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
+        self._forget_dead()
         for key, state in list(self._states.items()):
             after = loaded.pop(0) if loaded else self.rule.init_state()
             if isinstance(state.mean, Tensor):  # a graph may hold these tensors

@@ -157,8 +157,11 @@ def test_a_new_optimizer_has_no_norms_of_a_dead_one():
         for _ in range(4):
             assert _take([param], [optimizer], scaler, size).applied
         del optimizer
-    assert _take([param], [torch.optim.SGD([param], lr=1e-3)], scaler, 1.0)
-    assert scaler.state_dict()["guard"]["norms"] == 1
+    saved = {**scaler.state_dict(), "guard": {**scaler.state_dict()["guard"], "mean": 1.5, "norms": 7.0}}
+    scaler.load_state_dict(saved)  # into the next optimizer, and not into a dead one
+    optimizer = torch.optim.SGD([param], lr=1e-3)
+    assert _take([param], [optimizer], scaler, 1.0)
+    assert scaler.state_dict()["guard"]["norms"] == 8
 
 
 def test_a_record_that_is_replaced_after_a_step():
