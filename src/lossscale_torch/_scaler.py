@@ -377,8 +377,8 @@ class GradScaler(PlacedScaler):
         The loop ends when a step was applied, or skipped for another reason than an overflow; if the loss is NaN or
         infinite (with several ranks only with `process_group=` or sharded parameters, since each must take the same
         tries); and if the policy does not adapt. If retries are used up, or at the smallest scale, it warns, and the
-        loss scale is that after the first try. Leaving the body before `update` drops the step. Pass `process_group=` where ranks hold different
-        parameters. Synchronises once a try after a fused optimizer.
+        loss scale is that after the first try. Leaving the body before `update` drops the step. Pass `process_group=`
+        where ranks hold different parameters. Synchronises once a try after a fused optimizer.
 
         Args:
             modules: The modules whose buffers are put back, such as BatchNorm's statistics.
