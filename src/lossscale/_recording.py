@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,13 @@ class Recording:
     """The policy and the trace of this run, and the scalers that were updated."""
 
     def __init__(self, policy: ScalingPolicy | None, trace: Path | None) -> None:
-        self.policy, self.trace, self.is_replaced = policy, trace, False
+        self.policy, self.trace, self._file = policy, trace, trace
         self._scalers: dict[int, Any] = {}  # by their ids, in the order of their first updates
-        self._rows: list[tuple[Any, ...]] = []  # those whose numbers a device holds
-        self._process, self._file = os.getpid(), trace
+        self._rows: list[tuple[Any, ...]] = []  # rows with numbers on a device
         atexit.register(self._finish)  # before the script registers anything, so that it comes last
 
     def add(self, scaler: Any, *row: Any) -> None:
         """Add a row. Synchronises with a device every hundred rows at most."""
-        if self._process != os.getpid():  # forked: the rows that wait are the parent's
-            self._process, self._rows = os.getpid(), []
         if not self._scalers and self.trace is not None and _rank()[1] > 1:
             self._file = self.trace.with_suffix(f".rank{_rank()[0]}{self.trace.suffix}")
         self._scalers.setdefault(id(scaler), scaler)
@@ -68,8 +65,6 @@ class Recording:
             self.say(f"the trace ends at step {int(rows[0][0])}: {error}; make room, or pass another file")
 
     def _finish(self) -> None:
-        if self._process != os.getpid():
-            return  # forked, and made no update
         self._write()
         for number, scaler in enumerate(self._scalers.values()):
             self.say(f"{f'scaler {number}: ' if len(self._scalers) > 1 else ''}{scaler.diagnose()}")
@@ -87,6 +82,8 @@ def start(policy: ScalingPolicy | None, trace: Path | None) -> None:
     """Replace the scalers of torch and of this library, under every name that scripts import."""
     global RECORDING
     RECORDING = Recording(policy, trace)
+    if policy is not None:
+        RECORDING.say(f"--policy replaces the settings that the script gives its scaler: {policy!r}")
     for scaler, replaced, *modules in (
         (Recorded, _OfTorch, torch.amp.grad_scaler, torch.amp, torch),
         (_Own, _GradScaler, lossscale_torch),
@@ -117,16 +114,16 @@ def _sizes(optimizer: Any, scale: Any) -> tuple[Any, Any] | None:
     dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in local]
     if RECORDING.trace is None or not dense:
         return None
-    dense = [grad.float() if grad.dtype is torch.float16 else grad for grad in dense]  # whose squares overflow
+    dense = [grad.float() if grad.dtype is torch.float16 else grad for grad in dense]  # squares of float16 overflow
     norm, largest = (torch.nn.utils.get_total_norm(dense, order) / scale for order in (2.0, float("inf")))
-    return norm if all(map(operator.is_, grads, local)) else None, largest  # a rank with shards has a part of the norm
+    is_whole = all(map(operator.is_, grads, local))
+    return norm if is_whole else torch.full_like(norm, torch.nan), largest  # a rank with shards has a part of the norm
 
 
-def _combined(function: Any, sizes: Sequence[Any]) -> Any:
-    """Return one size for the gradients of several optimizers, or None if that of one is not known."""
-    if not sizes or any(each is None for each in sizes):
-        return None
-    return functools.reduce(function, [each.to(sizes[0]) for each in sizes])
+def _combined(sizes: list[tuple[Any, Any]]) -> Iterator[Any]:
+    """Yield the norm and the largest magnitude of the gradients of several optimizers, which may be on two devices."""
+    for function, each in zip((torch.hypot, torch.maximum), zip(*sizes, strict=True), strict=True):
+        yield functools.reduce(function, [size.to(each[0]) for size in each])
 
 
 class Recorded(_GradScaler):
@@ -135,9 +132,6 @@ class Recorded(_GradScaler):
     @functools.wraps(_GradScaler.__init__)  # type: ignore[misc]  # for programs that read the signature
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if RECORDING.policy is not None:
-            if not RECORDING.is_replaced:
-                RECORDING.say(f"--policy replaces the settings that the script gives its scaler: {RECORDING.policy!r}")
-                RECORDING.is_replaced = True
             given = inspect.signature(_GradScaler).bind(*args, **kwargs).arguments
             args, kwargs = (), {name: given[name] for name in given if name not in _SETTINGS}
             kwargs["policy"] = RECORDING.policy
@@ -159,25 +153,10 @@ class Recorded(_GradScaler):
                 records = [record for record in self._per_optimizer_states.values() if "step" in record]
                 step = records[0]["step"] if records else self.metrics()["steps"]
                 sizes = [record["sizes"] for record in records if record.get("sizes")]
-                combined = map(_combined, (torch.hypot, torch.maximum), zip(*sizes, strict=True) if sizes else ((), ()))
                 outcome = (info.loss_scale_used, info.applied, info.overflowed, info.spiked)
-                RECORDING.add(self, step, *outcome, *combined)
+                RECORDING.add(self, step, *outcome, *(_combined(sizes) if sizes else (None, None)))
         finally:
             super()._end_step(info)
-
-    # A pickle holds what torch's own scaler needs, since it may be loaded where the command does not run.
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**{f"_{name}": getattr(self, f"_{name}") for name in _SETTINGS}, **super().__getstate__()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "policy" in state:
-            super().__setstate__(state)
-        else:  # a pickle of torch's own scaler
-            Recorded.__init__(self, state["_device"], enabled=state["_enabled"])
-            saved = {"scale": state["_init_scale"], "_growth_tracker": state["_init_growth_tracker"]}
-            self.load_state_dict({**saved, **{name: state[f"_{name}"] for name in _SETTINGS[1:]}})
-            self.__dict__ = {**state, **vars(self)}
 
 
 class _Own(Recorded):
