@@ -141,10 +141,10 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
     """
     tool = _find(name, PolicyError)
     if not isinstance(config, Mapping):
-        raise PolicyError(f"the config of {name} must be a dict, not {shown(config)}; pass json.load(file)")
+        raise PolicyError(f"the config of {name} must be a dict, not {shown(config)}; pass from_tool json.load(file)")
     values = _named(name, tool, config)
     _warn_of_auto(name, config)
-    if name == "apex" and values.get("opt_level") in ("O0", "O3"):  # whose own default is a fixed scale
+    if name == "apex" and values.get("opt_level") in ("O0", "O3"):  # their own default is a fixed scale
         values = {**values, "loss_scale": 1.0 if values.get("loss_scale") is None else values["loss_scale"]}
     settings = _settings(name, tool, values)
     if name == "apex" and settings["kind"] == "dynamic":
@@ -174,7 +174,7 @@ def _warn_of_auto(name: str, config: Mapping[str, Any]) -> None:
 def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:
     if isinstance(name, str) and name in table():
         return table()[name]
-    raise error(unknown_name(name, "a known tool", table()))
+    raise error(unknown_name(name, "a tool that from_tool and state_from_tool read", table()))
 
 
 def _named(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.Polic
 def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, Any]:
     """Return the scaler's own dict in a checkpoint, without the paths and underscores of its names."""
     if not isinstance(checkpoint, Mapping):
-        raise CheckpointError(f"a checkpoint of {name} must be a dict, not {type(checkpoint).__name__}; pass a dict")
+        raise CheckpointError(f"state_from_tool takes a dict, not {shown(checkpoint)}; pass what {name} saved")
     layout = tool["saved"]
     inner = [each for each in checkpoint if fnmatchcase(str(each), layout.get("within", ""))]
     parts = [each for each in inner if isinstance(checkpoint[each], Mapping)]
@@ -350,7 +350,7 @@ def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, 
     if missing := [names for names in required if not any(each in saved for each in names.split(" or "))]:
         raise CheckpointError(
             f"this is not a checkpoint of {name}'s scaler: it has no {', '.join(missing)}"
-            f"{'' if saved else ', and is empty, like that of a disabled scaler'}; pass the scaler's own part"
+            f"{'' if saved else ', and is empty, like that of a disabled scaler'}; pass state_from_tool its own part"
         )
     return {key: plain(value) for key, value in saved.items()}
 

@@ -63,7 +63,8 @@ def namespace(array: Array) -> Namespace:
     except TypeError as error:
         raise TypeError(
             f"{type(array).__module__}.{type(array).__qualname__} is neither an array with an array-API namespace "
-            "nor a dict, list or tuple of them; pass such a structure, or the array's namespace as xp="
+            "nor a dict, list or tuple of them; scale, all_finite, unscale and select take such a structure; pass one, "
+            "or the array's namespace as xp="
         ) from error
 
 

@@ -138,7 +138,7 @@ def _plain_number(value: Any) -> int | float:
     try:
         return int(value) if "int" in str(getattr(value, "dtype", type(value))) else float(value)
     except TypeError:
-        return read(value)  # whose error says that it is traced
+        return read(value)  # its error says that it is traced
 
 
 def _require_version(saved: Mapping[str, Any]) -> None:

@@ -154,13 +154,10 @@ def step_info(
     if isinstance(steps[0], np.generic) and steps[0] < steps[1]:  # on a device they are not read
         given = "{} steps after {}".format(*steps)
         raise ValueError(f"step_info was given states of {given}; call step_info(before, after), in this order")
+    accepted = spiked ^ True
     # An overflow lengthens the streak, unless it is full; only an overflow leaves a full streak.
-    finite = (streak <= before.overflow_streak) & (streak < LARGEST_COUNT)
-    overflowed = (streak > before.overflow_streak) | (streak >= LARGEST_COUNT)
-    if spiked is not False:
-        accepted = not spiked if isinstance(spiked, bool) else ~spiked
-        finite, overflowed = finite & accepted, overflowed & accepted
-    return StepInfo(finite, used, left, streak, overflowed, spiked)
+    overflowed = ((streak > before.overflow_streak) | (streak >= LARGEST_COUNT)) & accepted
+    return StepInfo(overflowed ^ accepted, used, left, streak, overflowed, spiked)
 
 
 def metrics(
@@ -286,9 +283,8 @@ def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:
     if policy.is_constant() and scale > 1.0:
         hint = f"A scale of {shown} is too large for these gradients: lower it, or use DynamicScaling."
     elif policy.adapts and not at_floor and not has_fallen:
-        rarer = "; a longer growth_interval tries a larger scale less often"
-        is_sure = has_grown or (reversed_growths > 0 and policy.hysteresis == 1)
-        hint = f"Look for a diverging loss{rarer if is_sure else ''}."
+        rarer = "; a longer growth_interval tries a larger scale less often" if has_grown else ""
+        hint = f"Look for a diverging loss{rarer}."
     else:
         lower = ", or lower min_scale" if at_floor and low > SMALLEST_SCALE else ""
         hint = f"{_NOT_THE_SCALE}{lower}."

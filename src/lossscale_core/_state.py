@@ -101,7 +101,7 @@ def require_one_state(state: Any, call: str) -> None:
         call: The right call, for the error, such as `metrics(state)`.
     """
     scale = loss_scale_of(state, call)
-    if getattr(scale, "ndim", 0):  # None for a tensor of TensorFlow whose rank is not known
+    if getattr(scale, "ndim", 0):  # None for a tensor of TensorFlow with an unknown rank
         raise TypeError(
             f"the state has a leading axis of {scale.shape[0]}, as that of an ensemble under vmap or of replicas has; "
             f"call {call} with one member at a time, such as state._make(field[0] for field in state)"

@@ -65,7 +65,7 @@ def _require_same(path: str, tree: Any, other: Any) -> None:
     if not is_same:
         raise ValueError(
             f"the structures differ at {path or 'the top'}: {_describe(tree)} against {_describe(other)}; "
-            "pass two trees of the same containers, keys and shapes"
+            "call select(grads_finite, new, old), with two trees of the same containers, keys and shapes"
         )
 
 

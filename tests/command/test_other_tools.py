@@ -210,7 +210,7 @@ def test_another_policy_continues_with_what_it_has_a_place_for():
 NO_CHECKPOINTS = [
     ("torch", {}, "has no scale, growth_tracker, and is empty"),
     ("torch", {"scale": 8.0}, "has no growth_tracker"),
-    ("torch", [8.0], "must be a dict, not list"),
+    ("torch", [8.0], "takes a dict, not "),
     ("torch", {"scale": float("inf"), "_growth_tracker": 1}, "loss_scale=inf"),
     ("torch", {"scale": "8", "_growth_tracker": 1}, "scale='8'"),
     ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": {}}, "holds 2 scalers"),

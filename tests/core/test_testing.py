@@ -1,6 +1,5 @@
 """The public way to unit-test a policy."""
 
-import itertools
 import tracemalloc
 
 import ml_dtypes
@@ -89,11 +88,3 @@ def test_a_long_run_takes_the_memory_of_its_trace():
         if step in (0, 9_998, 9_999, 10_000, 19_999, 59_999):
             row = [trace.loss_scale_after[step], trace.steps[step], trace.skipped_steps[step]]
             assert row == [state.loss_scale, state.steps, state.skipped_steps]
-
-
-def test_a_run_has_at_most_a_million_steps():
-    """More are refused before they are simulated, without an end of the flags, too."""
-    with pytest.raises(ValueError, match=r"at most 2\*\*20 steps; pass a part of the run"):
-        simulate(DynamicScaling(), itertools.repeat(True))
-    with pytest.raises(ValueError, match=r"at most 2\*\*20 steps"):
-        simulate_gradients(DynamicScaling(), np.ones(2**20 + 1))

@@ -121,7 +121,7 @@ def _read_by_torch(path: Path) -> Any:
 
 
 class _Attributes(dict[Any, Any]):
-    """The attributes of an object whose class is not imported, such as the scaler of DeepSpeed."""
+    """The attributes of an object of a class that is not imported, such as the scaler of DeepSpeed."""
 
     def __new__(cls, *_: Any, **__: Any) -> "_Attributes":
         return super().__new__(cls)

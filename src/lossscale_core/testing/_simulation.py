@@ -1,7 +1,6 @@
 """Simulated runs of a policy over flags or gradient magnitudes."""
 
 import functools
-import itertools
 from collections import namedtuple
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +24,6 @@ LARGEST_NUMBER = {
     "float64": (2.0 - 2.0**-52) * 2.0**1023,
 }
 """The largest finite number of each dtype that gradients may have."""
-_MOST_STEPS = 2**20
 
 
 class Trace(NamedTuple):
@@ -57,7 +55,7 @@ def simulate(
 
     Args:
         policy: Anything that `as_policy` accepts.
-        grads_finite: A bool for each step, at most 2**20.
+        grads_finite: A bool for each step.
         norms: The norm of each step's unscaled gradients, of shape `(steps,)`; only with `guard`.
         guard: Checks the norms of the steps that are finite. A spike leaves the policy's state as it was.
 
@@ -68,8 +66,7 @@ def simulate(
     Raises:
         PolicyError: `policy` is not a policy.
         TypeError: `grads_finite` is not a sequence, or holds something other than bools, 0 and 1.
-        ValueError: There are more than 2**20 steps, one of `norms` and `guard` is missing, or `norms` has another
-            length than `grads_finite`.
+        ValueError: One of `norms` and `guard` is missing, or `norms` has another length than `grads_finite`.
     """
     flags = _as_flags(grads_finite)
     if (norms is None) != (guard is None):
@@ -87,7 +84,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
 
     Args:
         policy: Anything that `as_policy` accepts.
-        gradient_max: The largest magnitude of each step's gradients, of shape `(steps,)`, for at most 2**20 steps.
+        gradient_max: The largest magnitude of each step's gradients, of shape `(steps,)`.
         dtype: The dtype of the gradients: `"float16"`, `"bfloat16"`, `"float32"` or `"float64"`.
 
     Returns:
@@ -95,7 +92,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
 
     Raises:
         PolicyError: `policy` is not a policy.
-        ValueError: `dtype` is another dtype, or `gradient_max` has another shape, too many steps or a negative element.
+        ValueError: `dtype` is another dtype, or `gradient_max` has another shape or a negative element.
         TypeError: `gradient_max` does not hold numbers.
     """
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
@@ -110,7 +107,6 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
         ) from error
     if magnitudes.ndim != 1:
         raise ValueError(f"gradient_max has shape {magnitudes.shape}, but it must be (steps,); pass one number a step")
-    _require_few(len(magnitudes))
     if (magnitudes < 0.0).any():
         step = int(np.argmax(magnitudes < 0.0))
         raise ValueError(
@@ -126,31 +122,18 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
 
 def _as_flags(grads_finite: Any) -> list[bool]:
     """Return the flags of a run. Raises `TypeError` for what is not a sequence of them, text included."""
-    try:
-        flags = None if isinstance(grads_finite, str) else iter(grads_finite)
-    except TypeError:
-        flags = None
-    if flags is None:
+    if isinstance(grads_finite, str) or not isinstance(grads_finite, Iterable):
         raise TypeError(
             f"grads_finite={shown(grads_finite)} must be a sequence of bools; call simulate(policy, grads_finite), "
             "with flags such as [True, False]"
         )
-    found = list(map(_as_flag, itertools.islice(flags, _MOST_STEPS + 1)))
-    _require_few(len(found))
-    return found
-
-
-def _require_few(steps: int) -> None:
-    if steps > _MOST_STEPS:
-        raise ValueError("a simulated run has at most 2**20 steps; pass a part of the run")
-
-
-def _as_flag(flag: Any) -> bool:
-    if isinstance(flag, bool):
-        return flag
-    if flag is None or isinstance(flag, str) or (flag != 0 and flag != 1):
-        raise TypeError(f"grads_finite holds {flag!r}, which is not a bool; pass True for a step that is finite")
-    return bool(flag)
+    flags = list(grads_finite)
+    for flag in flags:
+        if flag is None or isinstance(flag, str) or (flag != 0 and flag != 1):
+            raise TypeError(
+                f"simulate was given the flag {shown(flag)}, which is not a bool; pass True for a step that is finite"
+            )
+    return list(map(bool, flags))
 
 
 def _run(
