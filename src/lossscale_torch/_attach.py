@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lossscale_torch._gradients import is_dtensor, lifted
 from lossscale_torch._versions import not_compiled, warn
-from lossscale_torch.hooks import Hook
 
 _INSTEAD: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", default=None)
 
@@ -27,12 +26,9 @@ class Attach:
         _require_floats(aux_loss, "aux_loss")
         scaler = self.scaler
         loss = lifted(aux_loss.full_tensor() if is_dtensor(aux_loss) else aux_loss).sum()  # type: ignore[attr-defined]
-        is_eager = not torch.compiler.is_compiling()
-        scale = _INSTEAD.get() if is_eager else None
-        # A backward pass that computes a checkpoint again runs the backward pass of one of the two results only.
-        is_counted = is_eager and scale is None and loss.requires_grad and torch._C._current_graph_task_id() == -1
-        mark = _Mark(scaler) if is_counted and torch.is_grad_enabled() else None
-        return _Attach.apply(x, loss, _scale_of(scaler, loss) if scale is None else scale, mark)
+        scale = None if torch.compiler.is_compiling() else _INSTEAD.get()
+        is_own = not torch.compiler.is_compiling() and scale is None
+        return _Attach.apply(x, loss, _scale_of(scaler, loss) if scale is None else scale, scaler if is_own else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Attach":
         return Attach(memo.get(id(self.scaler), self.scaler))
@@ -44,62 +40,31 @@ class _Attach(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, loss: Tensor, scale: Tensor, mark: "_Mark | None") -> Tensor:
+    def forward(x: Tensor, loss: Tensor, scale: Tensor, scaler: Any) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        _, loss, ctx.scale, ctx.mark = inputs  # saved by autograd, the scale would be refused after an update
+        _, loss, ctx.scale, ctx.scaler = inputs  # saved by autograd, the scale would be refused after an update
         ctx.kind = loss.device, loss.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.mark is not None:
-            ctx.mark.note_backward()
+        if ctx.scaler is not None:
+            _warn_of_another_scaler(ctx.scaler)
         device, dtype = ctx.kind
         return grad, ctx.scale.to(device, dtype, copy=True), None, None
 
 
-class _Mark:
-    """An object in the graph of an attached loss; it counts the loss if the graph is freed without a backward pass."""
-
-    def __init__(self, scaler: Any) -> None:
-        self.has_run, self._scaler = False, scaler
-        self._lost = next((hook for hook in scaler._hooks if isinstance(hook, _Lost)), None) or _Lost()
-        if self._lost not in scaler._hooks:
-            scaler._hooks.append(self._lost)
-
-    def note_backward(self) -> None:
-        """Note that the loss was counted; warn once if its scaler has not scaled the loss of this backward pass."""
-        self.has_run = True
-        if self._scaler._enabled and not (self._scaler._has_loss or self._scaler._has_warned):
-            self._scaler._has_warned = True
-            warn(
-                "an attached loss takes its loss scale from a scaler that has scaled no loss since its last update(), "
-                "so that its gradients may have another scale than the rest; pass the loss through scale() of the same "
-                "scaler, and in a model that was loaded, or beside a new scaler, set attach=scaler.attach again",
-            )
-
-    def __del__(self) -> None:
-        if not self.has_run:
-            self._lost.losses += 1
-
-
-class _Lost(Hook):
-    """Warns at an update if attached losses got no backward pass since the last one."""
-
-    losses = 0
-
-    def after_update(self, scaler: Any, info: object) -> None:
-        if self.losses:
-            self.losses = 0
-            warn(
-                "a loss was attached and got no backward pass, so it trains nothing; continue with what attach "
-                "returned, x = scaler.attach(x, aux_loss), and run an evaluation under torch.no_grad()",
-            )
-
-    def __reduce__(self) -> Any:
-        return _Lost, ()  # the original warns of its losses
+def _warn_of_another_scaler(scaler: Any) -> None:
+    """Warn once if a scaler has not scaled the loss of the running backward pass, as that of a copied layer."""
+    if scaler._enabled and not (scaler._has_loss or scaler._has_warned):
+        scaler._has_warned = True
+        warn(
+            "an attached loss takes its loss scale from a scaler that has scaled no loss since its last update(), so "
+            "that its gradients may have another scale than the rest; pass the loss through scale() of the same "
+            "scaler, and in a model that was loaded, or beside a new scaler, set attach=scaler.attach again"
+        )
 
 
 @contextlib.contextmanager

@@ -98,10 +98,7 @@ class _Tries(Hook):
                 hook._leave()
                 hook.is_replaced = True
         self.put_random_states_back = random_states()
-        copies = [self.scaler._copies.setdefault(module, Buffers()) for module in self.modules]
-        for module, copy in zip(self.modules, copies, strict=True):
-            copy.copy_from(module)
-        self.copies = copies  # complete, so that they can be put back
+        self.copies = [*map(Buffers, self.modules)]
         self.scaler._hooks[self.scaler._hooks.index(self.scaler._watch)] = self
 
     def begin_another(self) -> None:

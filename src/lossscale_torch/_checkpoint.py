@@ -22,70 +22,60 @@ from lossscale_torch._state import is_being_recorded
 from lossscale_torch._versions import warn
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_SETTINGS = _TORCHS_KEYS[1:4]
 _DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NEVER = 2**31 - 1
-_KINDS = ("none", "fixed", "dynamic")
-"""The kinds of policies that torch's scaler can continue from the factors and the interval alone."""
+_NEXT_TO_ONE = {"growth_factor": 1.0 + 2.0**-23, "backoff_factor": 1.0 - 2.0**-24}
 
 
 def policy_of(policy: Any, torchs: dict[str, Any]) -> ScalingPolicy:
     """Return the policy of a scaler from its `policy` argument, or from the four arguments of torch's scaler."""
-    if policy is None:
-        return _torchs_rule(**torchs)
-    if torchs != _DEFAULTS:
+    if policy is not None and torchs != _DEFAULTS:
         settings = ", ".join(f"{name}={shown(value)}" for name, value in torchs.items() if value != _DEFAULTS[name])
         raise PolicyError(
             f"policy={shown(policy)} and {settings} are both given; pass either policy= or init_scale, "
             f"growth_factor, backoff_factor and growth_interval, as in policy=DynamicScaling({settings})"
         )
-    return as_policy(policy)
+    if policy is not None:
+        return as_policy(policy)
+    scale: Any = torchs["init_scale"]
+    if isinstance(scale, int | float) and 0 < scale < math.inf:  # torch's scaler takes every such scale
+        scale = _bounded("init_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
+    elif not isinstance(scale, (Real, str)):
+        raise PolicyError(f"init_scale={shown(scale)} must be a number; pass 2.0**16, or a policy as policy=")
+    return DynamicScaling(init_scale=scale, **_torchs_rule(torchs))
 
 
-def _torchs_rule(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> ScalingPolicy:
-    """Return torch's dynamic rule; every positive finite scale is accepted."""
-    if not isinstance(init_scale, (Real, str)):
-        raise PolicyError(f"init_scale={shown(init_scale)} must be a number; pass 2.0**16, or a policy as policy=")
-    given: Any = init_scale
-    if not isinstance(given, str) and 0 < given < math.inf and not SMALLEST_SCALE <= given <= LARGEST_SCALE:
-        given = SMALLEST_SCALE if given < 1 else LARGEST_SCALE
-        note = f"init_scale={shown(init_scale)} is beyond the range of policies, and becomes {shown_number(given)}"
-        warn(note)
-    return DynamicScaling(
-        init_scale=given,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=reachable_interval(growth_interval),
-        min_scale=SMALLEST_SCALE,
-        max_scale=LARGEST_SCALE,
-    )
+def _torchs_rule(torchs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a policy that moves a scale as torch's scaler with these does."""
+    settings = {name: as_setting(name, torchs[name]) for name in _SETTINGS}
+    return {**settings, "min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
 
 
-def reachable_interval(interval: Any) -> Any:
-    """Return a growth interval for a policy: the largest int32 for 0 and huge numbers, which torch never reaches.
+def as_setting(name: str, value: Any) -> Any:
+    """Return a setting of torch's scaler as that of a policy, which raises the error for what is not a number.
 
-    Its kernel counts steps from 1 and compares with ==:
+    torch's setters take a factor of 1, by which programs keep the scale where it is. Its kernel counts steps from 1 and
+    compares with ==, so that it never reaches an interval of 0 or a huge one:
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/AmpKernels.cu
     """
-    if isinstance(interval, bool) or not isinstance(interval, int | float):
-        return interval  # the policy raises the error
-    if interval == 0 or interval >= _NEVER:
+    value = value.item() if getattr(value, "shape", None) == () else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if name != "growth_interval":
+        return _NEXT_TO_ONE[name] if value == 1.0 else value
+    if value == 0 or value >= _NEVER:
         return _NEVER
-    return int(interval) if interval == interval // 1 else interval
+    return int(value) if value == value // 1 else value
 
 
 def saved(policy: ScalingPolicy, state: Any) -> dict[str, Any]:
     """Return a state of host scalars as plain values: torch's five keys, and those of `state_to_dict`."""
-    members, ours = BaseScaling.of(policy), state_to_dict(state, policy)
-    if ours.get("policy", {}).get("kind") not in _KINDS:
+    ours = state_to_dict(state, policy)
+    if ours.get("policy", {}).get("kind") not in ("none", "fixed", "dynamic"):
         return ours  # torch's scaler would continue by another rule
-    return {
-        "scale": float(state.loss_scale),
-        "growth_factor": members.growth_factor,
-        "backoff_factor": members.backoff_factor,
-        "growth_interval": members.growth_interval,
-        "_growth_tracker": int(state.growth_tracker),
-        **ours,
-    }
+    settings = {name: getattr(BaseScaling.of(policy), name) for name in _SETTINGS}
+    return {"scale": float(state.loss_scale), **settings, "_growth_tracker": int(state.growth_tracker), **ours}
 
 
 def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingPolicy, Any]:
@@ -100,32 +90,17 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
         )
     if "version" not in given:
-        fields, rule = _from_torchs(given)
-        given = {**state_to_dict(policy.init_state()), **fields, **({"policy": rule} if follows else {})}
+        if missing := [name for name in _TORCHS_KEYS if name not in given]:
+            raise _MissingKeyError(_not_torchs(given, missing))
+        rule = {"policy": {"kind": "dynamic", **_torchs_rule(given)}} if follows else {}
+        numbers = {"loss_scale": given["scale"], "growth_tracker": given["_growth_tracker"]}
+        given = {**state_to_dict(policy.init_state()), **numbers, **rule}
     if follows and "policy" in given:
         try:
             policy = policy_from_dict(given["policy"])
         except PolicyError as error:
             raise CheckpointError(f"the saved policy is refused: {error}") from error
     return policy, state_from_dict(given, policy)
-
-
-def _from_torchs(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the entries of a state, and of a policy, from a checkpoint of torch's scaler."""
-    if missing := [name for name in _TORCHS_KEYS if name not in given]:
-        raise _MissingKeyError(_not_torchs(given, missing))
-    numbers = {name: _number(name, given[name]) for name in _TORCHS_KEYS}
-    growth, backoff = numbers["growth_factor"], numbers["backoff_factor"]
-    rule = {
-        "kind": "dynamic",
-        # torch's setters accept a factor of 1, by which a scale does not move.
-        "growth_factor": growth if growth != 1.0 else 1.0 + 2.0**-23,
-        "backoff_factor": backoff if backoff != 1.0 else 1.0 - 2.0**-24,
-        "growth_interval": reachable_interval(numbers["growth_interval"]),
-        "min_scale": SMALLEST_SCALE,
-        "max_scale": LARGEST_SCALE,
-    }
-    return {"loss_scale": numbers["scale"], "growth_tracker": numbers["_growth_tracker"]}, rule
 
 
 class _MissingKeyError(CheckpointError, KeyError):
@@ -136,33 +111,17 @@ class _MissingKeyError(CheckpointError, KeyError):
 
 def _not_torchs(given: Mapping[Any, Any], missing: list[str]) -> str:
     """Return the sentence about a dict that no scaler has saved."""
-    parts = [
-        key for key, part in given.items() if isinstance(part, Mapping) and ("scale" in part or "loss_scale" in part)
-    ]
-    hint = "pass what scaler.state_dict() returned"
-    if "cur_scale" in given or any(str(key).startswith("loss_scaler") for key in given):
-        tool = "deepspeed" if "cur_scale" in given else "apex"
-        hint = f"for one of {tool} pass state_to_dict(lossscale.state_from_tool({tool!r}, saved))"
-    elif parts:
-        hint = f"pass its part {shown(parts[0])}"
-    elif "param_groups" in given:
-        hint = f"this is the dict of an optimizer; {hint}"
+    hint = (
+        "pass what scaler.state_dict() returned, or for one of another tool, such as deepspeed or apex, "
+        "state_to_dict(lossscale.state_from_tool('deepspeed', saved))"
+    )
+    for key, part in given.items():
+        if isinstance(part, Mapping) and ("version" in part or part.keys() >= {*_TORCHS_KEYS}):
+            hint = f"pass its part {shown(key)}"
     return (
         f"load_state_dict() was given a dict of {shown_names(given)}, which is not the saved state of a scaler; it "
         f"lacks {shown_names(missing)}; {hint}"
     )
-
-
-def _number(name: str, value: Any) -> Any:
-    """Return a saved number, also from an array of shape `()`; of the scale and the factors a positive finite one."""
-    if getattr(value, "shape", None) == ():
-        value = value.item()
-    is_positive = name in _TORCHS_KEYS[:3]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and (value > 0 if is_positive else value == value) and (value < math.inf or name == "growth_interval"):
-        return value
-    rule = "a positive finite number" if is_positive else "a number"
-    raise CheckpointError(f"{name}={shown(value)} of the saved state must be {rule}; restore an earlier checkpoint")
 
 
 def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> float | torch.Tensor:
@@ -170,25 +129,27 @@ def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> fl
 
     Raises torch's error for what is not one; the given value and the rule follow torch's sentence.
     """
-    value = new_scale
-    if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad:
-        if not new_scale.is_cpu or is_being_recorded():
-            if new_scale.device.type == torch.device(device_type).type:
-                return new_scale
-        elif torch.device(device_type).type == "cpu":
-            value = new_scale.item()
-    if not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
-        members = BaseScaling.of(policy)
-        within = min(max(float(value), members.min_scale), members.max_scale)
-        if within != value:
-            note = f"new_scale={shown(value)} is beyond the bounds of the policy, and becomes {shown_number(within)}"
-            warn(note)
-        return within
-    given = repr(new_scale)
-    if isinstance(new_scale, torch.Tensor) and value is new_scale:
+    value, given = new_scale, repr(new_scale)
+    if isinstance(new_scale, torch.Tensor):
         needs = "with" if new_scale.requires_grad else "without"
         given = f"a tensor of shape {tuple(new_scale.shape)} on {new_scale.device} {needs} requires_grad"
+        is_there = new_scale.device.type == torch.device(device_type).type
+        if new_scale.numel() == 1 and is_there and not new_scale.requires_grad:
+            if not new_scale.is_cpu or is_being_recorded():
+                return new_scale
+            value, given = new_scale.item(), repr(new_scale)
+    if not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
+        members = BaseScaling.of(policy)
+        return _bounded("new_scale", value, members.min_scale, members.max_scale)
     raise AssertionError(
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
         f"requires_grad=False. It is {given}; pass a positive number, or a tensor of one element on {device_type}."
     )
+
+
+def _bounded(name: str, value: Any, low: float, high: float) -> float:
+    """Return a loss scale within bounds; warn if it was beyond them."""
+    within = min(max(float(value), low), high)
+    if within != value:
+        warn(f"{name}={shown(value)} is beyond the bounds of the policy, and becomes {shown_number(within)}")
+    return within

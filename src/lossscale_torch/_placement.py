@@ -12,7 +12,7 @@ from torch import Tensor
 from lossscale_core import BaseScaling, ScalingPolicy
 from lossscale_core.errors import PolicyError
 from lossscale_torch import _state
-from lossscale_torch._checkpoint import reachable_interval
+from lossscale_torch._checkpoint import as_setting
 from lossscale_torch._gradients import moved
 from lossscale_torch._state import OnDevice
 from lossscale_torch._step_info import StepInfo
@@ -58,8 +58,7 @@ class PlacedScaler(torch.amp.GradScaler):
     def _change_policy(self, name: str, value: Any) -> None:
         if name not in BaseScaling.of(self.policy).settings():
             raise PolicyError(f"{self.policy!r} has no {name}; make the scaler with another policy")
-        value = reachable_interval(value) if name == "growth_interval" else value
-        self.policy = dataclasses.replace(self.policy, **{name: value})  # type: ignore[type-var]  # it has settings
+        self.policy = dataclasses.replace(self.policy, **{name: as_setting(name, value)})  # type: ignore[type-var]  # it has settings
         self._keep_tracker_reachable()
 
     def _keep_tracker_reachable(self) -> None:

@@ -302,8 +302,7 @@ def _measured(tensor: Tensor, operation: str, module: str, inputs_are_finite: bo
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and random states; during the context no optimizer steps in a backward pass."""
     params = [(param, param.grad, param._post_accumulate_grad_hooks) for param in model.parameters()]
-    buffers = Buffers()
-    buffers.copy_from(model)
+    buffers = Buffers(model)
     for param, _, hooks in params:
         param.grad = None
         if hooks:

@@ -136,7 +136,6 @@ class GradScaler(PlacedScaler):
         self._losses: list[Tensor] = []  # those of this step, for the cause of an overflow
         self._new_scale: float | Tensor | None = None  # for the end of this step
         self._has_loss = self._has_warned = False  # of a loss in this step, and of the warning about none
-        self._copies: dict[torch.nn.Module, Any] = {}  # memory for the copies of `attempts`
         self._is_fused = False
         self._half_gradients = half_gradients
         self._begin_at(self.policy.init_state())
@@ -402,8 +401,6 @@ class GradScaler(PlacedScaler):
         elif len(self._losses) < _MANY and not is_dtensor(loss) and not _are_functorch_transforms_active():
             # A view would keep the memory of its base.
             self._losses.append(loss.detach().clone() if loss._is_view() else loss.detach())
-        if self._watch.versions:
-            self._watch.note_versions()
         for record in self._per_optimizer_states.values():
             is_unscaled = record["stage"] is UNSCALED and record.get("has_divided")
             if is_unscaled and all(param.grad is None for param in params_of(record["optimizer"])):
@@ -578,10 +575,9 @@ class GradScaler(PlacedScaler):
         scaler: give it `attach=scaler.attach`; a copy of the layer shares the scaler. Does not synchronise; can be
         compiled, after `place_on` also with `fullgraph=True`.
 
-        `update` warns if the graph of an attached loss was freed without a backward pass, because the result was not
-        used or was detached. The backward pass warns if this scaler has scaled no loss in this step, since the main
-        loss may then have another scale. Neither is noticed in compiled code, in a replayed graph, in a reentrant
-        checkpoint and if the scaler is disabled. Two backward passes through the result count the loss twice, and
+        If the result is discarded or detached, the loss has no effect. The backward pass warns if this scaler has
+        scaled no loss in this step, since the main loss may then have another scale; not in compiled code, in a
+        replayed graph and if the scaler is disabled. Two backward passes through the result count the loss twice, and
         `torch.autograd.grad` for a penalty counts it, too. The result cannot be changed in place.
 
         `x` is a tensor of floats through which the main loss flows, of any shape and dtype; it comes back with the same
@@ -688,7 +684,6 @@ class GradScaler(PlacedScaler):
             "_scale_tensor": None,
             "_losses": [],
             "_new_scale": None,
-            "_copies": {},
             "_is_fused": False,
         }
         return {**state, **own, **fresh, "_state": self._state_on_host()}

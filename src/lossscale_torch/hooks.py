@@ -7,7 +7,6 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -248,8 +247,7 @@ class Protect(Hook):
 
     def __init__(self, modules: Module | Iterable[Module]) -> None:
         roots = [modules] if isinstance(modules, Module) or not isinstance(modules, Iterable) else list(modules)
-        self._copies: dict[Module, Buffers] = {}
-        self._saved: set[Module] = set()  # in this step
+        self._saved: dict[Module, Buffers] = {}  # in this step
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False  # the hooks end with the scaler
         for root in roots:
@@ -264,26 +262,23 @@ class Protect(Hook):
     def _save(self, root: Module, module: Module) -> None:
         """Copy the buffers under `root`, in which a module is about to run, unless that was done in this step."""
         if module.training and root not in self._saved:
-            self._saved.add(root)
-            self._copies.setdefault(root, Buffers()).copy_from(root)
+            self._saved[root] = Buffers(root)
 
     def _forget(self, root: Module, module: Module) -> None:
         """Drop the copies under `root`, since a state was loaded."""
-        self._saved.discard(root)
+        self._saved.pop(root, None)
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Write the copies back if the step was not applied."""
-        saved, self._saved = self._saved, set()
-        if info.applied is not True:
-            for root in saved:
-                self._copies[root].put_back_unless(info.applied)
+        saved, self._saved = self._saved, {}
+        for copies in saved.values() if info.applied is not True else ():
+            copies.put_back(info.applied, with_caches=False)
 
     def abandon(self, scaler: Any) -> None:
         """Write the copies back unless an optimizer may have stepped."""
-        saved, self._saved = self._saved, set()
-        if not any(map(may_have_moved, scaler._per_optimizer_states.values())):
-            for root in saved:
-                self._copies[root].put_back_unless(False)
+        saved, self._saved = self._saved, {}
+        for copies in () if any(map(may_have_moved, scaler._per_optimizer_states.values())) else saved.values():
+            copies.put_back(with_caches=False)
 
     def __reduce__(self) -> Any:
         if self._handles:
@@ -444,8 +439,6 @@ class Watch(Hook):
         """Whether the loss of the last step was NaN or infinite, and the host knows it."""
         self.retries = 0
         """The tries of `attempts` that ended in an applied step; the state counts them as skipped steps."""
-        self.versions: WeakKeyDictionary[Any, int] | None = None
-        """The sums of the versions of parameters, of optimizers that had no gradients, at the last scaled loss."""
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Look at the outcome of a step. Waits for the device after an overflow, to read the losses."""
@@ -463,7 +456,8 @@ class Watch(Hook):
         self.without_gradients = self.without_gradients + 1 if has_stepped else 0
         if self.without_gradients == _MANY:
             log_event("no_gradients", _NO_GRADIENTS)
-        self._warn_of_steps_elsewhere(scaler, info)
+        if scaler._has_loss and not info.had_gradients:
+            _warn_of_gradient_hooks(scaler._per_optimizer_states.values())
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         self._left -= 1
         if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
@@ -474,27 +468,6 @@ class Watch(Hook):
         if self._left <= 0:
             self._left = _EVERY
             self.log(scaler.policy, state)
-
-    def note_versions(self) -> None:
-        """Note the versions of parameters at a scaled loss: what moves them until `step` is not the loop."""
-        for optimizer in list(self.versions or ()):
-            self.versions[optimizer] = sum(param._version for param in params_of(optimizer))  # type: ignore[index]
-
-    def _warn_of_steps_elsewhere(self, scaler: Any, info: StepInfo) -> None:
-        """Warn if parameters have moved between a scaled loss and a step without gradients, as by a gradient hook."""
-        before: Any = self.versions or {}
-        self.versions = None
-        if info.had_gradients or not scaler._has_loss:
-            return
-        self.versions = WeakKeyDictionary()
-        for optimizer in [each["optimizer"] for each in scaler._per_optimizer_states.values() if "optimizer" in each]:
-            self.versions[optimizer] = now = sum(param._version for param in params_of(optimizer))
-            if before.get(optimizer, now) != now:
-                warn(
-                    "the loss was scaled and step() found no gradients, but parameters moved: an optimizer that steps "
-                    "in a gradient hook applies scaled gradients; let scaler.step() step it, or make the scaler with "
-                    "enabled=False"
-                )
 
     def without_retries(self, state: Any) -> Any:
         """Return a state on the host that counts the tries of a step as one."""
@@ -511,8 +484,16 @@ class Watch(Hook):
         """Count the tries of the steps from here on."""
         self.retries = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "versions": None}
+
+def _warn_of_gradient_hooks(records: Iterable[Any]) -> None:
+    """Warn of optimizers in the backward pass, as in sd-scripts and OneTrainer, which take the gradients first."""
+    params = [param for each in records if "optimizer" in each for param in params_of(each["optimizer"])]
+    if any(getattr(param, "_post_accumulate_grad_hooks", None) for param in params):
+        warn(
+            "the loss was scaled and step() found no gradients, but parameters have gradient hooks: an optimizer that "
+            "steps in such a hook applies scaled gradients; let scaler.step() step it, or make the scaler with "
+            "enabled=False"
+        )
 
 
 def total_norm(optimizers: list[Any], device: torch.device, groups: list[Any], norm_group: Any) -> Tensor:

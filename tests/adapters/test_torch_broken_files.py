@@ -90,10 +90,16 @@ def test_a_scale_of_torchs_that_no_policy_has(saved, taken):
     assert scaler.get_scale() == taken
 
 
-def test_factors_of_one_are_taken():
-    """torch's setters take them; the scale then stays where it is."""
-    scaler = GradScaler("cpu")
-    scaler.load_state_dict({**TORCHS, "growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1})
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_factors_of_one_are_taken(is_loaded):
+    """As by torch's setters, with which programs end a descent: set_backoff_factor(1.0). The scale then stays."""
+    scaler = GradScaler("cpu", 8.0)
+    if is_loaded:
+        scaler.load_state_dict({**TORCHS, "growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1})
+    else:
+        scaler.set_growth_factor(1)
+        scaler.set_backoff_factor(1.0)
+        scaler.set_growth_interval(1)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     for value in (1.0, float("inf")):
         scaler.scale(torch.ones(()))

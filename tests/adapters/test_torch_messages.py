@@ -214,8 +214,8 @@ ERRORS = {
     **{f"a new scale of {value}": _new_scale(value) for value in (0.0, -1.0, NAN, "8", True, ONES)},
     "a new scale with a graph": _new_scale(torch.ones(1, requires_grad=True)),
     **{
-        f"a saved {name} of {value!r}": _load(f"{name}= ... must be a positive finite", **{name: value})
-        for name in ("scale", "growth_factor")
+        f"a saved {name} of {value!r}": _load(f"{name}={value!r} ... {rule}", **{name: value})
+        for name, rule in {"scale": "must be a positive finite", "growth_factor": "must be above 1"}.items()
         for value in (0.0, -4.0, INF, -INF, NAN, True, "64", None)
     },
     "a saved factor below 1": _load("growth_factor=0.5 must be above 1", growth_factor=0.5),
@@ -270,8 +270,8 @@ NEW = "starts over with a loss scale of 2**16; make one scaler for all steps, be
 WARNINGS = {
     "no CUDA": (lambda: GradScaler(), UserWarning, NO_CUDA),
     "no CUDA for options": (lambda: GradScaler(policy="none", protect=[torch.nn.ReLU()]), UserWarning, OFF),
-    "a large scale": (lambda: GradScaler("cpu", 1e38), UserWarning, "is beyond the range of ... and becomes 2**126"),
-    "a small scale": (lambda: GradScaler("cpu", 1e-44), UserWarning, "is beyond the range of ... and becomes 2**-126"),
+    "a large scale": (lambda: GradScaler("cpu", 1e38), UserWarning, "is beyond the bounds of ... and becomes 2**126"),
+    "a small scale": (lambda: GradScaler("cpu", 1e-44), UserWarning, "is beyond the bounds of ... and becomes 2**-126"),
     "no scaled loss": (lambda: _after_a_step().step(_sgd()), UserWarning, NO_LOSS),
     "no scaled loss, unscaled": (lambda: _after_a_step().unscale_(_sgd()), UserWarning, NO_LOSS),
     "no scaled loss, clipped": (lambda: _after_a_step().unscale_and_clip_(_sgd(), 1.0), UserWarning, NO_LOSS),
@@ -308,14 +308,17 @@ NOT_OURS = {
     ),
     "an optimizer's": (
         lambda: _sgd().state_dict(),
-        "state, param_groups ... is the dict of an optimizer; pass what",
+        "state, param_groups ... pass what scaler.state_dict() returned",
     ),
     "a model's": (
         lambda: torch.nn.Linear(1, 1).state_dict(),
         "weight, bias ... pass what scaler.state_dict() returned",
     ),
-    "apex'": (_apex, "pass state_to_dict(lossscale.state_from_tool('apex', saved))"),
-    "DeepSpeed's": (_deepspeed, "pass state_to_dict(lossscale.state_from_tool('deepspeed', saved))"),
+    "apex'": (_apex, "such as deepspeed or apex, state_to_dict(lossscale.state_from_tool("),
+    "DeepSpeed's": (
+        _deepspeed,
+        "such as deepspeed or apex, state_to_dict(lossscale.state_from_tool('deepspeed', saved))",
+    ),
 }
 
 

@@ -45,8 +45,8 @@ PLAN = {
         _placement: _checkpoint _gradients _state _step_info
         _verbs: _gradients _ranks
         _optimizers: _gradients _state _versions
+        _attach: _gradients _versions
         hooks: _gradients _optimizers _ranks _snapshots _state _step_info _versions
-        _attach: _gradients _versions hooks
         _clip: _gradients _optimizers _state
         _report: _gradients _verbs
         _range: _attach _gradients _snapshots _verbs
