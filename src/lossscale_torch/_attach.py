@@ -58,7 +58,7 @@ class _Attach(torch.autograd.Function):
 
 def _warn_of_another_scaler(scaler: Any) -> None:
     """Warn once if a scaler has not scaled the loss of the running backward pass, as that of a copied layer."""
-    if scaler._enabled and not (scaler._has_loss or scaler._has_warned):
+    if scaler._enabled and not (scaler._losses or scaler._has_warned):
         scaler._has_warned = True
         warn(
             "an attached loss takes its loss scale from a scaler that has scaled no loss since its last update(), so "

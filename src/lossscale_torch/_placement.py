@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ from lossscale_core.errors import PolicyError
 from lossscale_torch import _state
 from lossscale_torch._checkpoint import as_setting
 from lossscale_torch._gradients import moved
-from lossscale_torch._state import OnDevice
+from lossscale_torch._state import Found, OnDevice
 from lossscale_torch._step_info import StepInfo
 
 
@@ -36,12 +36,13 @@ class PlacedScaler(torch.amp.GradScaler):
 
     policy: ScalingPolicy
     """The scaling policy, frozen; torch's setters replace it."""
-    _growth_tracker: Any
-    _state: Any
+    _scale_tensor: Any = None
+    _growth_tracker: Any = None
+    _state: Any = None
     """The policy's state: host scalars, or `OnDevice`."""
-    _known_scale: tuple[int, float] | None
+    _known_scale: tuple[int, float] | None = None
     """The number of the scale's tensor that the host knows, and the tensor's version at that time."""
-    _is_fused: bool
+    _is_fused = False
     """Whether a kernel has decided about a step, or a replay may."""
 
     def _replace_scale(self, value: Any) -> None:
@@ -87,28 +88,18 @@ class PlacedScaler(torch.amp.GradScaler):
         return state._make((np.float32(first), np.int32(count), *state[2:]))
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Make the scale on a device, and the tracker on the host; do nothing on a device of the type it is on."""
-        if self._scale is not None:
-            if self._scale.device.type == torch.device(dev).type:
-                return
-            self._begin_at(self._state_on_host())
-        with torch.inference_mode(False):  # they outlive a validation loop that may be running
-            super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[arg-type]  # torch.full takes a string
-            self._known_scale = self._scale._version, self._init_scale
-            self._growth_tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32)
-
-    def _begin_at(self, state: Any) -> None:
-        """Begin with a state of host scalars, and without tensors."""
-        self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
-        self._state, self._scale, self._growth_tracker = state, None, None
+        """Make the scale on a device, and the tracker on the host; later calls, as Accelerate's, do nothing."""
+        if self._scale is None:
+            with torch.inference_mode(False):  # they outlive a validation loop that may be running
+                super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[arg-type]  # torch.full takes a string
+                self._known_scale = self._scale_tensor._version, self._init_scale
+                self._growth_tracker = torch.tensor(self._init_growth_tracker, dtype=torch.int32)
 
     def _continue_at(self, state: Any) -> None:
         """Continue with a state of host scalars, in the tensors that exist."""
         self._init_scale, self._init_growth_tracker = state[0].item(), state[1].item()
-        if isinstance(self._state, OnDevice):
-            self._state = self._state.assigned(state, self.policy)
-        else:
-            self._state = state
+        is_on_device = isinstance(self._state, OnDevice)
+        self._state = self._state.assigned(state, self.policy) if is_on_device else state
         if self._scale is not None:
             _state.assign(self._scale, self._init_scale)
             _state.assign(self._growth_tracker, self._init_growth_tracker)
@@ -133,31 +124,38 @@ class PlacedScaler(torch.amp.GradScaler):
             self._state = self._state_on_host()
         return values[: len(numbers)]
 
-    def _advance(self, records: dict[int, Any], has_read: bool, is_counted: bool) -> StepInfo:
+    def _found(self, records: Collection[dict[str, Any]], may_read: bool = False) -> Found | None:
+        """Return what the flags of records say, or None if the host does not know one and may not read it."""
+        found = _state.found_on_host(records)
+        if found is None and may_read:
+            self._read(records)  # Ctrl-C may come while this waits
+            found = _state.found_on_host(records)
+        return found
+
+    def _advance(self, records: Collection[dict[str, Any]], has_read: bool, is_counted: bool) -> StepInfo:
         """Let the policy move the state by the flags of a step, and return the outcome.
 
         On the host where it knows all flags, or `has_read` those of an ordinary optimizer and may read the others; else
         on the device.
         """
-        found = None
-        if has_read or not _state.is_being_recorded() or not any(map(_takes_part, records.values())):
-            found = _state.found_on_host(records.values())
-        if found is None and has_read:
-            self._read(records.values())
-            found = _state.found_on_host(records.values())
-        if isinstance(self._state, OnDevice) and not self._is_fused and found is not None and self._scale.is_cpu:
+        is_recorded = not has_read and _state.is_being_recorded() and any(map(_takes_part, records))
+        found = None if is_recorded else self._found(records, has_read)
+        is_transient = isinstance(self._state, OnDevice) and not self._is_fused
+        if is_transient and found is not None and self._scale.is_cpu:
             self._state = self._state_on_host()
         scale = None if found is None or isinstance(self._state, OnDevice) else self._scale_on_host()
+        if found is not None:
+            had_gradients = found[0]
+        else:
+            had_gradients = any(type(key) is not str for each in records for key in each["found_inf_per_device"])
         if found is not None and scale is not None:
-            info = self._advance_on_host(scale, found, is_counted and found[0])
-            info.had_gradients = found[0]
-            return info
-        had_gradients = any(type(key) is not str for each in records.values() for key in each["found_inf_per_device"])
-        info = self._advance_on_device(records, is_counted and had_gradients)
+            info = self._advance_on_host(scale, found, is_counted and had_gradients)
+        else:
+            info = self._advance_on_device(records, is_counted and had_gradients)
         info.had_gradients = had_gradients
         return info
 
-    def _advance_on_host(self, scale: float, found: _state.Found, is_counted: bool) -> StepInfo:
+    def _advance_on_host(self, scale: float, found: Found, is_counted: bool) -> StepInfo:
         """Let the policy move a state on the host, and write to torch's tensors what has changed."""
         before, tracker = self._state, self._growth_tracker
         if tracker is not None:
@@ -180,16 +178,15 @@ class PlacedScaler(torch.amp.GradScaler):
             self._known_scale = self._scale._version, after_scale
         return StepInfo(is_applied, scale, after_scale, after.overflow_streak.item(), overflowed)
 
-    def _advance_on_device(self, records: dict[int, Any], is_counted: bool) -> StepInfo:
+    def _advance_on_device(self, records: Collection[dict[str, Any]], is_counted: bool) -> StepInfo:
         if not isinstance(self._state, OnDevice):
-            state = OnDevice(self._state, self.policy, self._scale.device)
+            self._state = OnDevice(self._state, self.policy, self._scale.device)
             self._growth_tracker = moved(self._growth_tracker, self._scale.device)
-            self._state = state
             self._keep_tracker_reachable()
         if self._is_fused and _state.is_being_recorded():
             self._state.is_recorded = True
         tensors = self._state.tensors(self._scale, self._growth_tracker)
-        return _state.advance_on_device(self.policy, self._state, tensors, records.values(), is_counted)
+        return _state.advance_on_device(self.policy, self._state, tensors, records, is_counted)
 
     def _set_scale(self, new_scale: float | Tensor) -> Any:
         """Set the scale within the policy's bounds, and return it where it is."""

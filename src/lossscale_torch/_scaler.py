@@ -7,7 +7,6 @@ Three things are true, each in one place: torch's two tensors (`_scale`, `_growt
 import contextlib
 import copy
 import functools
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,8 +48,6 @@ from lossscale_torch._versions import not_compiled, warn
 from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, require_hooks, total_norm
 
 _MANY = 64
-_NUMBERS = itertools.count()
-"""A number for each scaler, by which it knows the losses that it has scaled; a loss may be pickled, a scaler not."""
 
 
 class GradScaler(PlacedScaler):
@@ -130,15 +127,13 @@ class GradScaler(PlacedScaler):
             super().__init__(device, enabled=enabled, **(torchs if policy is None else {}))  # type: ignore[arg-type]
         self.policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
-        self._number = next(_NUMBERS)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._updates_per_step, self._updates = check_setting("updates_per_step", updates_per_step), 0
-        self._losses: list[Tensor] = []  # those of this step, for the cause of an overflow
+        self._losses: list[Tensor | None] = []  # those of this step, for the cause of an overflow
         self._new_scale: float | Tensor | None = None  # for the end of this step
-        self._has_loss = self._has_warned = False  # of a loss in this step, and of the warning about none
-        self._is_fused = False
+        self._has_warned = False  # of a step without a loss
         self._half_gradients = half_gradients
-        self._begin_at(self.policy.init_state())
+        self._continue_at(self.policy.init_state())
         self.last_step = StepInfo(False, self._init_scale, self._init_scale, 0)
         given = [*require_hooks(hooks), *([Guard(guard)] if guard is not None else [])]
         self._needs_norm = any(each.needs_norm for each in given)
@@ -184,12 +179,12 @@ class GradScaler(PlacedScaler):
         if isinstance(outputs, Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            if getattr(outputs, "_scaled_by", None) == self._number:
+            if hasattr(outputs, "_is_scaled"):
                 raise CallOrderError("this loss is scaled already, and its gradients would be too large; scale it once")
             self._note_loss(outputs)
             loss = outputs if outputs.dtype.itemsize >= 4 else lifted(outputs)
             scaled: Any = loss * moved(self._scale, loss.device)
-            scaled._scaled_by = self._number
+            scaled._is_scaled = True
             return scaled
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
             return tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs)
@@ -395,12 +390,14 @@ class GradScaler(PlacedScaler):
 
     def _note_loss(self, loss: Tensor) -> None:
         """Note that a loss was scaled in this step, for the cause of an overflow, and which gradients were given up."""
-        self._has_loss = True
-        if _state.is_being_recorded():
-            self._has_warned = True  # later steps may follow a replay
-        elif len(self._losses) < _MANY and not is_dtensor(loss) and not _are_functorch_transforms_active():
-            # A view would keep the memory of its base.
-            self._losses.append(loss.detach().clone() if loss._is_view() else loss.detach())
+        is_recorded = _state.is_being_recorded()
+        self._has_warned = self._has_warned or is_recorded  # later steps may follow a replay
+        if len(self._losses) < _MANY:
+            kept = None
+            if not (is_recorded or is_dtensor(loss) or _are_functorch_transforms_active()):
+                # A view would keep the memory of its base.
+                kept = loss.detach().clone() if loss._is_view() else loss.detach()
+            self._losses.append(kept)
         for record in self._per_optimizer_states.values():
             is_unscaled = record["stage"] is UNSCALED and record.get("has_divided")
             if is_unscaled and all(param.grad is None for param in params_of(record["optimizer"])):
@@ -417,8 +414,14 @@ class GradScaler(PlacedScaler):
             return record
         if self._scale is None:
             self._check_scale_growth_tracker(caller)
-        if not (self._has_loss or self._has_warned or self.last_step.by_optimizer is None):
-            self._tell_of_no_loss()
+        if not (self._losses or self._has_warned or self.last_step.by_optimizer is None):
+            self._has_warned = True
+            warn(
+                "no loss was scaled since the last update(), so that gradients may be divided by a scale that their "
+                "loss was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called "
+                "after each of several optimizers that share a loss, make the scaler with updates_per_step=2, their "
+                "number",
+            )
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
                 f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
@@ -457,20 +460,9 @@ class GradScaler(PlacedScaler):
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
-        found = _state.found_on_host([optimizer_state])
-        if found is None:
-            self._read([optimizer_state])  # Ctrl-C may come while this waits
-            found = _state.found_on_host([optimizer_state])
+        found = self._found([optimizer_state], may_read=True)
         optimizer_state["applied"] = applied = found is not None and not (found[1] or found[2])
         return optimizer.step(*args, **kwargs) if applied else None
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Record whether the gradients are finite; do not change them."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
-        record = self._per_optimizer_states[id(optimizer)]
-        record["found_inf_per_device"], record["optimizer"] = found, optimizer
-        return found
 
     def _unscales_as_torch(self) -> bool:
         """Return whether no subclass and no assignment to this scaler has replaced the way to unscale."""
@@ -480,7 +472,7 @@ class GradScaler(PlacedScaler):
 
     def _decide(self, records: dict[int, Any], has_read: bool, new_scale: Any, is_whole: bool) -> StepInfo:
         """Let the policy move the scale by the flags of the step, and return the outcome."""
-        info = self._advance(records, has_read, is_whole and new_scale is None)
+        info = self._advance(records.values(), has_read, is_whole and new_scale is None)
         had_gradients, by_optimizer = info.had_gradients, {}
         if new_scale is not None:
             info = info._replace(loss_scale_after=self._set_scale(new_scale))
@@ -499,7 +491,7 @@ class GradScaler(PlacedScaler):
 
     def _applied_by_kernel(self, record: dict[str, Any], info: StepInfo) -> Any:
         """Return whether a kernel, or a subclass, has stepped, which decide by the flags of a record."""
-        found = None if _state.is_being_recorded() else _state.found_on_host([record])
+        found = None if _state.is_being_recorded() else self._found([record])
         if found is not None:
             return not (found[1] or found[2])
         if len(self._per_optimizer_states) == 1:
@@ -517,14 +509,6 @@ class GradScaler(PlacedScaler):
         info.by_optimizer, info.of_others = applied, True
         return info
 
-    def _tell_of_no_loss(self) -> None:
-        self._has_warned = True
-        warn(
-            "no loss was scaled since the last update(), so that gradients may be divided by a scale that their loss "
-            "was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called after each of "
-            "several optimizers that share a loss, make the scaler with updates_per_step=2, their number",
-        )
-
     def _end_step(self, info: StepInfo | None) -> None:
         """End a step, of which nothing is known if `info` is None: undo, tell, drop it, and raise the first error."""
         errors = []
@@ -538,19 +522,19 @@ class GradScaler(PlacedScaler):
                 except BaseException as error:
                     errors.append(error)
         finally:
-            self._updates, self._new_scale, self._has_loss, self._losses = 0, None, False, []
+            self._updates, self._new_scale, self._losses = 0, None, []
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         if errors:
             raise errors[0]
 
     def _abandon(self) -> None:
         """End a step that was left before its `update`, if there is one; hooks undo what they can."""
-        if self._per_optimizer_states or self._has_loss:
+        if self._per_optimizer_states or self._losses:
             self._end_step(None)
 
     def _are_losses_finite(self) -> bool:
         """Return whether the losses that were scaled in this step are finite. Synchronises with the host, once."""
-        flags = [torch.isfinite(loss).all() for loss in self._losses]
+        flags = [torch.isfinite(loss).all() for loss in self._losses if loss is not None]
         return all(_state.read(flags, self._scale.device)) if flags else True
 
     def place_on(self, device: torch.device | str) -> None:

@@ -456,7 +456,7 @@ class Watch(Hook):
         self.without_gradients = self.without_gradients + 1 if has_stepped else 0
         if self.without_gradients == _MANY:
             log_event("no_gradients", _NO_GRADIENTS)
-        if scaler._has_loss and not info.had_gradients:
+        if scaler._losses and not info.had_gradients:
             _warn_of_gradient_hooks(scaler._per_optimizer_states.values())
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         self._left -= 1

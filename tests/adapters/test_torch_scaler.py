@@ -214,7 +214,7 @@ def test_checkpoints_load_in_torch_and_ours(source, target):
 def test_a_disabled_scaler(copied):
     """Every method passes through, a user's skip counts, and no attribute is missing, nor in a copy."""
     original = GradScaler("cpu", enabled=False)
-    assert vars(original).keys() == vars(GradScaler("cpu")).keys() == vars(copied(original)).keys()
+    assert all(hasattr(each, name) for each in (original, copied(original)) for name in vars(GradScaler("cpu")))
     for scaler in (original, copied(original)):
         (param, optimizer), (_, other), loss = _one(), _one(), torch.ones(())
         assert scaler.scale(loss) is loss

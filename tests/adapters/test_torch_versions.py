@@ -20,7 +20,6 @@ FUNCTIONS = [
     "torch._foreach_norm",
     "torch.amp.grad_scaler._refresh_per_optimizer_state",
     "torch._C._current_autograd_node",
-    "torch._C._current_graph_task_id",
     "torch._C._are_functorch_transforms_active",
     "torch._C._len_torch_dispatch_stack",
     "torch._utils._flatten_dense_tensors",
@@ -41,6 +40,8 @@ ATTRIBUTES = {  # of the object that each function makes
     "_version": lambda: torch.ones(()),
     "_is_view": lambda: torch.ones(()),
     "_sequence_nr": lambda: torch.ones((), requires_grad=True).exp().grad_fn,
+    "_check_inf_per_device": lambda: torch.amp.GradScaler("cpu"),
+    "_scale": lambda: torch.amp.GradScaler("cpu"),
     "_check_scale_growth_tracker": lambda: torch.amp.GradScaler("cpu"),
     "_device": lambda: torch.amp.GradScaler("cpu"),
     "_enabled": lambda: torch.amp.GradScaler("cpu"),
@@ -48,9 +49,9 @@ ATTRIBUTES = {  # of the object that each function makes
 }
 WRITTEN = {"_torchdynamo_disable", "_wrapped_by_lr_sched"}  # Dynamo and schedulers read them
 OF_FSDP2 = {"_get_fsdp_state", "_mp_policy"}  # test_torch_float32.py reads them from a sharded model
-OWN = {"_lossscale", "_scaled_by"}  # set on modules, optimizers and losses
-# a text, a module, a type variable, of NamedTuples
-OTHERS = {"_", "_C", "_Function", "_asdict", "_fields", "_make", "_replace"}
+OWN = {"_lossscale", "_is_scaled"}  # set on modules, optimizers and losses
+# a module, a type variable, of NamedTuples
+OTHERS = {"_C", "_Function", "_asdict", "_fields", "_make", "_replace"}
 
 
 @pytest.mark.parametrize("path", [*FUNCTIONS, *(OF_DYNAMO if TORCH >= (2, 7) else OF_OLD_DYNAMO)])
