@@ -1,4 +1,6 @@
-"""Hypothesis strategies for policies and for the flags of a run."""
+"""Hypothesis strategies for policies and for the flags of a run, and flags in short."""
+
+import re
 
 from hypothesis import strategies as st
 
@@ -28,6 +30,11 @@ def overflow_traces(max_steps=200):
     # Runs of equal flags, since independent flags almost never reach a growth interval.
     runs = st.lists(st.tuples(st.booleans(), st.integers(1, max(1, max_steps // 4))), max_size=20)
     return runs.map(lambda parts: [flag for flag, length in parts for _ in range(length)][:max_steps])
+
+
+def flags(runs):
+    """Return the flags of a run such as "11F 150T": eleven overflows, and then 150 finite steps."""
+    return [kind == "T" for count, kind in re.findall(r"(\d+)([TF])", runs) for _ in range(int(count))]
 
 
 def _policies_of_kind(policy_type, powers_of_two):

@@ -1,6 +1,7 @@
 """A state saved as a plain dict continues exactly where it was."""
 
 import json
+import math
 
 import array_api_strict
 import numpy as np
@@ -16,7 +17,7 @@ from tests.strategies import overflow_traces, policies
 SAVED = state_to_dict(DynamicScaling().init_state())
 
 
-@given(policies(), overflow_traces(), st.integers(0, 200))
+@given(policies("none", "fixed", "dynamic", "additive"), overflow_traces(), st.integers(0, 200))
 def test_saving_and_restoring_changes_nothing(policy, trace, cut):
     """Through JSON, at any step: the next states are those of the uninterrupted run, types included."""
     state = policy.init_state()
@@ -24,8 +25,9 @@ def test_saving_and_restoring_changes_nothing(policy, trace, cut):
         if step == cut:
             restored = state_from_dict(json.loads(json.dumps(state_to_dict(state, policy))), policy)
             assert restored == state
-            assert [type(value) for value in restored] == [type(value) for value in state]
-            assert state_from_dict(state_to_dict(state)) == state
+            assert [type(value) for value in (restored, *restored)] == [type(value) for value in (state, *state)]
+            again = state_from_dict(state_to_dict(state))
+            assert (again, type(again)) == (state, type(state))
             state = restored
         state = policy.update(state, finite)
 
@@ -41,32 +43,22 @@ def test_the_dict_is_plain_and_the_same_for_every_namespace(xp):
     assert state_to_dict(init_state(policy, xp=xp), policy)["policy"]["kind"] == "dynamic"
 
 
+BAD_VALUES = {
+    "version": [(None, "state_to_dict"), ("1", "whole number from 1"), (True, "whole number from 1")],
+    "loss_scale": [(each, "a positive finite number") for each in (0.0, -4.0, math.inf, True, "1", 10**400)],
+    "steps": [(each, "a whole number from 0 that fits int32") for each in (1.5, 2**31, -5)],
+    "growth_tracker": [(each, "a whole number from -2147483648 that") for each in (math.inf, -(2**31) - 1)],
+    "hysteresis_tracker": [(-1, "a whole number from 0")],
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"version": None}, ["version=None", "state_to_dict"]),
-        ({"version": "1"}, ["version='1'"]),
-        ({"version": True}, ["version=True"]),
-        ({"loss_scale": 0.0}, ["loss_scale=0.0", "positive finite number"]),
-        ({"loss_scale": -4.0}, ["loss_scale=-4.0"]),
-        ({"loss_scale": float("inf")}, ["loss_scale=inf"]),
-        ({"loss_scale": True}, ["loss_scale=True"]),
-        ({"loss_scale": "1"}, ["loss_scale='1'"]),
-        ({"loss_scale": 10**400}, ["loss_scale=1000"]),
-        ({"steps": 1.5}, ["steps=1.5", "whole number"]),
-        ({"steps": 2**31}, ["steps=2147483648"]),
-        ({"growth_tracker": float("inf")}, ["growth_tracker=inf"]),
-        ({"growth_tracker": -(2**31) - 1}, ["growth_tracker=-2147483649"]),
-        ({"steps": -5}, ["steps=-5"]),
-        ({"hysteresis_tracker": -1}, ["hysteresis_tracker=-1"]),
-    ],
+    ("name", "value", "rule"), [(name, *row) for name, rows in BAD_VALUES.items() for row in rows], ids=lambda row: ""
 )
-def test_a_bad_value_is_named(change, words):
-    """A value no state can hold, or a version from the future, is refused by name."""
-    with pytest.raises(CheckpointError) as caught:
-        state_from_dict({**SAVED, **change})
-    for word in words:
-        assert word in str(caught.value)
+def test_a_bad_value_is_named(name, value, rule):
+    """A value no state can hold is refused by name, with the rule."""
+    with pytest.raises(CheckpointError, match=rf"{name}={repr(value)[:9]}.* must be .*{rule}"):
+        state_from_dict({**SAVED, name: value})
 
 
 @pytest.mark.parametrize(
@@ -94,13 +86,19 @@ def test_arrays_of_no_dimension_are_numbers(convert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("policy", "scale"),
-    [(FixedScaling(1024.0), 1024.0), ("none", 1.0), (DynamicScaling(init_scale=2.0, max_scale=8.0), 8.0)],
+    ("saved", "policy", "scale"),
+    [
+        (2.0**16, FixedScaling(1024.0), 1024.0),
+        (2.0**16, "none", 1.0),
+        (2.0**16, DynamicScaling(init_scale=2.0, max_scale=8.0), 8.0),
+        # What another tool let grow or fall without bounds.
+        *((1e-40, None, 2.0**-126), (2.0**127, None, 2.0**126), (1e300, None, 2.0**126)),
+    ],
 )
-def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(policy, scale):
+def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(saved, policy, scale):
     """A fixed scale stays as it was chosen, for any saved scale; a warning names the change."""
-    with pytest.warns(CheckpointWarning, match=r"loss_scale was 2\*\*16 and becomes"):
-        assert float(state_from_dict(SAVED, policy).loss_scale) == scale
+    with pytest.warns(CheckpointWarning, match=r"loss_scale was .* and becomes"):
+        assert float(state_from_dict({**SAVED, "loss_scale": saved}, policy).loss_scale) == scale
 
 
 def test_other_keys_are_left_alone():
@@ -123,9 +121,8 @@ def test_another_kind_of_policy_starts_its_own_trackers_fresh():
     """The scale and the counters continue; a tracker that was never saved begins, and a warning says so."""
     fixed = FixedScaling(64.0)
     saved = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
-    with pytest.warns(CheckpointWarning, match=r"additions starts at 0\.0") as caught:
+    with pytest.warns(CheckpointWarning, match=r"kind was 'fixed' and is 'additive'.* additions starts at 0\.0"):
         state = state_from_dict(saved, AdditiveScaling())
-    assert "kind was 'fixed' and is 'additive'" in str(caught[0].message)
     assert (float(state.loss_scale), int(state.steps), float(state.additions)) == (64.0, 1, 0.0)
 
 
@@ -136,10 +133,3 @@ def test_a_saved_policy_that_cannot_be_read_is_a_warning():
         with pytest.warns(CheckpointWarning, match="cannot be compared"):
             restored = state_from_dict({**SAVED, "growth_tracker": 7, "policy": policy}, DynamicScaling())
         assert restored.growth_tracker == tracker
-
-
-@pytest.mark.parametrize(("scale", "becomes"), [(1e-40, 2.0**-126), (2.0**127, 2.0**126), (1e300, 2.0**126)])
-def test_a_scale_that_no_policy_has_is_brought_within_the_bounds_of_all(scale, becomes):
-    """What another tool let grow or fall without bounds continues at the nearest scale, with a warning."""
-    with pytest.warns(CheckpointWarning, match=r"loss_scale was .* and becomes"):
-        assert float(state_from_dict({**SAVED, "loss_scale": scale}).loss_scale) == becomes

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, GuardState, SpikeGuard, diagnose, metrics, state_to_dict, step_info
+from lossscale_core import DynamicScaling, GuardState, SpikeGuard, diagnose, metrics, state_to_dict
 from lossscale_core.adapters import check_spike_streak, guard_state_from_dict
 from lossscale_core.errors import CheckpointError, OverflowStreakError, PolicyError
 from lossscale_core.testing import simulate
@@ -168,19 +168,6 @@ def test_simulate_needs_a_norm_for_each_step(given):
     """Norms without a guard, a guard without norms, and another number of them than of steps."""
     with pytest.raises(ValueError, match="norms"):
         simulate("dynamic", [True, True], **given)
-
-
-def test_the_outcome_of_a_spike():
-    """It was not applied, and did not overflow."""
-    state = DynamicScaling().init_state()
-    overflowed = DynamicScaling().update(state, False)
-    for after, spiked, expected in (
-        (state, np.bool_(True), (False, False, True)),
-        (state, False, (True, False, False)),
-        (overflowed, True, (False, False, True)),
-    ):
-        info = step_info(state, after, spiked=spiked)
-        assert (info.applied, info.overflowed, info.spiked) == expected
 
 
 def test_a_streak_raises_where_a_limit_is_set():

@@ -1,25 +1,18 @@
 """A policy of the user's own is accepted like the library's policies, without a change elsewhere."""
 
 import dataclasses
-import functools
-import json
 
 import pytest
-from hypothesis import given
 
 from lossscale_core import (
     BaseScaling,
     DynamicScaling,
     as_policy,
-    diagnose,
     policy_to_dict,
-    state_from_dict,
-    state_to_dict,
 )
 from lossscale_core.errors import PolicyError
 from lossscale_core.testing import simulate
 from tests.core.own_policies import AdditiveScaling, AdditiveState, BareAdditiveScaling
-from tests.strategies import overflow_traces, policies
 
 RUN = [True, True, False, True, True, True, True]
 SCALES = [1024.0, 1088.0, 544.0, 544.0, 608.0, 608.0, 672.0]
@@ -45,34 +38,6 @@ def test_its_settings_obey_rules(settings, words):
     """Those that other policies have as well obey the same rules there, and the others those of their type."""
     with pytest.raises(PolicyError, match=words):
         AdditiveScaling(**settings)
-
-
-@given(policies("additive"), overflow_traces())
-def test_it_is_drawn_saved_and_restored(policy, trace):
-    """Strategies draw it, and every state of it comes back through JSON, with the policy or without."""
-    state = functools.reduce(policy.update, trace, policy.init_state())
-    saved = json.loads(json.dumps(state_to_dict(state, policy)))
-    assert saved["policy"] == policy_to_dict(policy)
-    assert state_from_dict(saved, policy) == state_from_dict(saved) == state
-    assert type(state_from_dict(saved)) is AdditiveState
-
-
-@pytest.mark.parametrize(
-    ("policy", "flags", "verdict"),
-    [
-        (AdditiveScaling(), [False] * 3, "calibrating"),
-        (AdditiveScaling(growth_interval=500), [True] + [False] * 5 + [True] * 30, "healthy"),
-        (AdditiveScaling(), [True, True, False] * 20, "skipping too often"),
-        (AdditiveScaling(), [True] * 5 + [False] * 30, "stuck at min_scale"),
-        (AdditiveScaling(max_overflow_streak=3), [False] * 3, "skipping too often: overflow_streak=3 has reached"),
-        (BareAdditiveScaling(), [], "not started"),
-        (BareAdditiveScaling(), [True] * 50, "healthy"),
-    ],
-)
-def test_it_is_diagnosed(policy, flags, verdict):
-    """By its bounds, its interval, and what an overflow costs it."""
-    state = functools.reduce(policy.update, flags, policy.init_state())
-    assert diagnose(policy, state).startswith(verdict)
 
 
 def test_every_member_of_a_bare_policy_has_a_default():

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling
-from lossscale_core.adapters import check_overflow_streak
-from lossscale_core.errors import OverflowStreakError
 from tests.strategies import overflow_traces, policies
 
 FULL = 2**31 - 1
@@ -134,11 +132,3 @@ def test_growth_at_the_top_neither_overflows_nor_warns(factor):
             init_scale=bound, growth_factor=factor, growth_interval=1, min_scale=2.0**-126, max_scale=bound
         )
         assert float(policy.update(policy.init_state(), True).loss_scale) == bound
-
-
-def test_a_full_streak_still_trips_its_limit():
-    """A streak that cannot count further stays at the largest number, and does not become negative."""
-    policy = DynamicScaling(max_overflow_streak=FULL)
-    state = policy.init_state()._replace(**dict.fromkeys(("steps", "skipped_steps", "overflow_streak"), np.int32(FULL)))
-    with pytest.raises(OverflowStreakError):
-        check_overflow_streak(policy, policy.update(state, False))
