@@ -1,7 +1,6 @@
 """`attempts`: a loop around a step that takes it again at the lower loss scale after an overflow."""
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._state import STEPPED, may_have_moved, read
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import warn
-from lossscale_torch.hooks import Hook
 
 
 class Attempt:
@@ -42,21 +40,20 @@ def attempts(scaler: Any, modules: Sequence[Module], retries: int, raise_at_end:
     for each in modules:
         if not isinstance(each, Module):
             raise TypeError(f"attempts() was given {type(each).__name__}; it takes modules: scaler.attempts(model)")
-    if not scaler.is_enabled():
-        return _one_attempt(scaler)
-    return _attempts(scaler, _Tries(scaler, modules), retries, raise_at_end)
+    return (_attempts if scaler.is_enabled() else _one_attempt)(scaler, modules, retries, raise_at_end)
 
 
-def _one_attempt(scaler: Any) -> Iterator[Attempt]:
+def _one_attempt(scaler: Any, *_: Any) -> Iterator[Attempt]:
     attempt = Attempt()
     yield attempt
     attempt.info = scaler.last_step
 
 
-def _attempts(scaler: Any, tries: "_Tries", retries: int, raise_at_end: bool) -> Iterator[Attempt]:
+def _attempts(scaler: Any, modules: Sequence[Module], retries: int, raise_at_end: bool) -> Iterator[Attempt]:
+    tries = _Tries(scaler, modules)
     attempt = tries.attempt
     try:
-        tries.begin()
+        scaler._watch.tries = tries  # a loop that was left without its end does not stand in the way
         for attempt.number in range(retries + 1):
             if attempt.number:
                 tries.begin_another()
@@ -67,17 +64,19 @@ def _attempts(scaler: Any, tries: "_Tries", retries: int, raise_at_end: bool) ->
             tries.after_first = tries.after_first or scaler._state_on_host()
     finally:
         tries.end()
-    tries.tell()
+    if tries.applied:
+        scaler._watch.retries += attempt.number
+    scaler._watch.look(scaler, attempt.info, tries.has_bad_loss)
     if not tries.is_over:
         _give_up(attempt, raise_at_end)
 
 
-class _Tries(Hook):
-    """The tries of one step. Among the hooks it stands in for the watch, which sees the outcome of the loop."""
+class _Tries:
+    """The tries of one step, with copies of what each begins with. The watch sees the outcome of the loop only."""
 
     def __init__(self, scaler: Any, modules: Sequence[Module]) -> None:
-        self.scaler, self.modules, self.attempt = scaler, modules, Attempt()
-        self.copies: list[Buffers] = []
+        self.scaler, self.attempt = scaler, Attempt()
+        self.put_random_states_back, self.copies = random_states(), [*map(Buffers, modules)]
         self.optimizers: dict[int, Any] = {}
         self.applied: dict[int, Any] = {}
         """The records of optimizers that were applied in a try; later ones leave them alone."""
@@ -87,19 +86,9 @@ class _Tries(Hook):
         """The records of the last try."""
         self.after_first: Any = None
         """The state after the first try, if it overflowed."""
-        self.is_over = self.is_replaced = self.has_bad_loss = False
+        self.is_over = self.has_bad_loss = False
         self.is_at_floor = False
         """Whether a further try would have the same loss scale."""
-
-    def begin(self) -> None:
-        """Copy what each try begins with. A loop that was left without its end does not stand in the way."""
-        for hook in [*self.scaler._hooks]:
-            if isinstance(hook, _Tries):
-                hook._leave()
-                hook.is_replaced = True
-        self.put_random_states_back = random_states()
-        self.copies = [*map(Buffers, self.modules)]
-        self.scaler._hooks[self.scaler._hooks.index(self.scaler._watch)] = self
 
     def begin_another(self) -> None:
         """Put back what the last try has changed, and leave alone the optimizers that it has applied."""
@@ -113,13 +102,13 @@ class _Tries(Hook):
             done = {"stage": STEPPED, "applied": True, "was_applied": True, "found_inf_per_device": {}}
             self.scaler._per_optimizer_states[key] = {**record, **done}
 
-    def after_update(self, scaler: Any, info: StepInfo) -> None:
-        """Note the outcome. Waits for the device, once, after a fused optimizer."""
+    def note(self, info: StepInfo) -> None:
+        """Note the outcome of a try. Waits for the device, once, after a fused optimizer."""
         self.updates += 1
         if self.updates > 1:  # the body ends several steps, or was left long ago
-            self._leave()
+            self.scaler._watch.tries = None
             return
-        self.attempt.info = info
+        scaler, self.attempt.info = self.scaler, info
         self.attempt._infos.append(info)
         by_optimizer, device = info.by_optimizer or {}, torch.device("cpu")
         if scaler._scale is not None:
@@ -140,7 +129,7 @@ class _Tries(Hook):
 
     def require_one_update(self) -> None:
         """Raise an error unless the body was one step of this loop alone."""
-        if self.is_replaced:
+        if self.updates < 2 and self.scaler._watch.tries is not self:
             raise CallOrderError(
                 "a loop over attempts() began inside a loop over attempts() of the same scaler; leave one before the "
                 "other begins"
@@ -156,8 +145,9 @@ class _Tries(Hook):
 
     def end(self) -> None:
         """Put the buffers back unless an optimizer was applied, and end a try that was begun; once."""
-        if not self._leave():
+        if self.scaler._watch.tries is not self:
             return
+        self.scaler._watch.tries = None
         if self.after_first and not self.is_over:  # what overflows at each scale must not cost more than one backoff
             self.scaler._continue_at(self.after_first)
         records = self.scaler._per_optimizer_states
@@ -168,24 +158,6 @@ class _Tries(Hook):
                 copy.put_back()
         if is_own:
             self.scaler._abandon()
-
-    def tell(self) -> None:
-        """Let the watch see the outcome."""
-        watch = self.scaler._watch
-        if self.applied:
-            watch.retries += self.attempt.number
-        watch.look(self.scaler, self.attempt.info, self.has_bad_loss)
-
-    def _leave(self) -> bool:
-        """Give the place back to the watch; return whether this was not done before."""
-        hooks = self.scaler._hooks
-        if self not in hooks:
-            return False
-        hooks[hooks.index(self)] = self.scaler._watch
-        return True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return deepcopy(self.scaler._watch, memo)  # a copy of the scaler is in no loop
 
 
 def _give_up(attempt: Attempt, raise_at_end: bool) -> None:

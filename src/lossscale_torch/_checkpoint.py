@@ -84,7 +84,7 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
     Without a policy in the checkpoint, or unless the scaler `follows` it, the policy is the scaler's.
     """
     if not isinstance(given, Mapping):
-        raise CheckpointError(f"{shown(given)} is not a saved state; pass a dict that state_dict() made")
+        raise CheckpointError(f"load_state_dict() was given {shown(given)}; pass a dict that state_dict() made")
     if len(given) == 0:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."

@@ -4,7 +4,6 @@ import difflib
 import fnmatch
 import functools
 import itertools
-import math
 import re
 import sys
 import traceback
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lossscale_torch._gradients import lifted
 from lossscale_torch._range import (
     LOW_PRECISION,
+    Overflow,
     Passes,
     RangeReport,
     passes_of,
@@ -62,7 +62,10 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
         found = {name: module for name, module in modules.items() if name and _matches(name, pattern)}
         if not found:
             nearest = "".join(difflib.get_close_matches(pattern, modules, 1, 0.0))
-            raise ValueError(f"{pattern!r} names no module with a forward pass; the nearest name is {nearest!r}")
+            raise ValueError(
+                f"keep_in_float32() was given {pattern!r}, which names no module with a forward pass; the nearest name "
+                f"is {nearest!r}; call keep_in_float32(model, plan.modules)"
+            )
         chosen |= found
     for name, module in chosen.items():
         _require_float32_parameters(module, name)
@@ -199,20 +202,22 @@ def float32_plan(
     note = ""
     forward: tuple[list[str], RangeReport] | None = None  # what makes the forward pass finite, if that is not enough
     while overflow := search.overflow(names, at_least):
-        if overflow.is_backward and not forward:
-            names = search.minimal(names, None)
-            forward = names, search.report(names) if names else before
-        place = search.candidate(overflow, names)
+        text = overflow.cause
+        if overflow.kind == "backward":
+            text = f"backward: overflows at a loss scale of {power_of(at_least)}, first in {text}"
+            names = names if forward else search.minimal(names, None)
+            forward = forward or (names, search.report(names) if names else before)
+        place = search.candidate(overflow.places, names)
         if not place or len(names) >= limit:
             hint = "no module can be kept for it; compute it in float32 there, or make the loss or its values smaller"
-            if place:
-                hint = f"limit={limit} is reached"
-            note = f"{overflow.text}; {hint}" if overflow.place else overflow.text
-            names = names[:-1] if overflow.is_error else [each for each in names if not _is_in(overflow.place, each)]
+            hint = f"limit={limit} is reached" if place else hint
+            note = f"{text}; {hint}" if overflow.places else text
+            first = "".join(overflow.places[:1])
+            names = names[:-1] if overflow.kind == "error" else [each for each in names if not _is_in(first, each)]
             names = forward[0] if forward else names
             break
         if sys.stderr.isatty():
-            print(f"{overflow.text}: keeping {place} in float32", file=sys.stderr)
+            print(f"{text}: keeping {place} in float32", file=sys.stderr)
         names = [*(name for name in names if not _is_in(name, place)), place]
     else:
         names = search.minimal(names, at_least)
@@ -221,15 +226,6 @@ def float32_plan(
     patterns = dict.fromkeys(search.pattern(name, names) for name in names)
     running = len(search.modules) - 1
     return Float32Plan(tuple(names), tuple(patterns), before, search.report(names), running, note)
-
-
-class _Overflow(NamedTuple):
-    text: str
-    place: str
-    later: tuple[str, ...] = ()
-    """In a backward pass, the modules whose operations follow."""
-    is_backward: bool = False
-    is_error: bool = False
 
 
 class _Search:
@@ -245,10 +241,13 @@ class _Search:
         reports = self._results(names, Passes.report)
         return min(reports, key=lambda report: (report.forward_finite, report.overflows_above or 0.0))
 
-    def overflow(self, names: list[str], at_least: float | None) -> _Overflow | None:
+    def overflow(self, names: list[str], at_least: float | None) -> Overflow | None:
         """Return what overflows first, in the forward pass or else at a loss scale."""
+
+        def first(passes: Passes) -> Overflow | None:
+            return passes.overflow() or (None if at_least is None else passes.overflow_at(at_least))
+
         try:
-            first = functools.partial(_first_overflow, at_least=at_least)
             return next(filter(None, self._results(names, first)), None)
         except RuntimeError as error:  # such as of index_add_, where a kept module's result meets a half buffer
             if not names or isinstance(error, torch.OutOfMemoryError):
@@ -256,12 +255,11 @@ class _Search:
             named = {module: name for name, module in self.modules.items() if name}
             running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
             places = [named[each] for each in running if isinstance(each, nn.Module) and each in named]
-            return _Overflow(f"{', '.join(names)} cannot be kept: {error}", (places or names)[-1], is_error=True)
+            return Overflow(f"{', '.join(names)} cannot be kept: {error}", ((places or names)[-1],), "error")
 
-    def candidate(self, overflow: _Overflow, names: list[str]) -> str:
+    def candidate(self, places: tuple[str, ...], names: list[str]) -> str:
         """Return the first place outside the kept modules, or else what contains the kept one; empty if none does."""
-        places = (overflow.place, *overflow.later)
-        container = next((name.rpartition(".")[0] for name in names if _is_in(overflow.place, name)), "")
+        container = next((name.rpartition(".")[0] for name in names if places and _is_in(places[0], name)), "")
         place = next((each for each in places if not any(_is_in(each, name) for name in names)), container)
         while place and place not in self._called:
             place = place.rpartition(".")[0]
@@ -306,22 +304,6 @@ class _Search:
                         f"{name} is kept in float32 and its weights are used without calling it; keep what uses them"
                     )
             yield result
-
-
-def _first_overflow(passes: Passes, at_least: float | None) -> _Overflow | None:
-    if overflow := next((each for each in passes.forward if each.overflowed), None):
-        return _Overflow(f"forward: overflows in {overflow}", overflow.module)
-    if not math.isfinite(passes.value):
-        return _Overflow(
-            f"forward: the loss is {passes.value:g} though nothing in low precision overflows; look at the inputs", ""
-        )
-    if at_least is None or not (cause := passes.cause_at(at_least)):
-        return None
-    records, _ = passes.at(at_least)
-    places = [each.module for each in itertools.dropwhile(lambda each: not each.overflowed, records)]
-    place, *others = places or [cause.removeprefix("the gradient of ").rpartition(".")[0]]
-    text = f"backward: overflows at a loss scale of {power_of(at_least)}, first in {cause}"
-    return _Overflow(text, place, tuple(others), is_backward=True)
 
 
 def _is_in(name: str, container: str) -> bool:

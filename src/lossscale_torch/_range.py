@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -151,57 +152,81 @@ def require_model_and_function(model: object, loss_fn: object, caller: str) -> N
         )
 
 
+class Overflow(NamedTuple):
+    """What overflows first in a pass."""
+
+    cause: str
+    """The operation, or the gradient of a parameter; of a forward pass the line of its report."""
+    places: tuple[str, ...]
+    """Its module, if there is one, and in a backward pass those of the operations that follow."""
+    kind: str = "forward"
+    """`"forward"`, `"backward"`, or `"error"` if the pass raised one."""
+
+
 @contextlib.contextmanager
 def passes_of(model: nn.Module, loss_fn: Callable[[], Tensor]) -> "Iterator[Passes]":
     """Run the forward pass; leave gradients, buffers and random states as they were at the end."""
-    with torch.compiler.set_stance("force_eager"), _left_as_it_was(model), _Places(model) as places:
-        yield Passes(model, loss_fn, places)
+    with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as undo:
+        undo.callback(Buffers(model).put_back)
+        undo.callback(random_states())
+        for param in model.parameters():
+            _take_gradient(param, undo)
+            if hooks := param._post_accumulate_grad_hooks:  # no optimizer steps in a backward pass
+                undo.callback(setattr, param, "_post_accumulate_grad_hooks", hooks)
+                param._post_accumulate_grad_hooks = {}  # None would leave them in place
+        yield Passes(model, loss_fn, undo)
 
 
 class Passes:
     """One forward pass, and backward passes of its loss at different scales."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], places: "_Places") -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], undo: contextlib.ExitStack) -> None:
         self._names = {param: plain_name(name) for name, param in model.named_parameters()}
         self._attached_with = torch.ones((), dtype=torch.float32, device="cpu")
-        self._places = places
+        self._places = _Places(model, undo)
         self.seen: dict[float, tuple[list[OperationRange], dict[str, float]]] = {}
-        with _Recorder(places) as recorder, attached_with(self._attached_with):
+        with _Recorder(self._places) as recorder, attached_with(self._attached_with):
             loss = loss_fn()
-        self.forward = tuple(recorder.records)
-        self.called = set(places.paths)
+        self.called = set(self._places.paths)
         self._loss = scaled(_checked(loss), 1.0)
-        self.value = float(self._loss.detach())
+        self._of_forward = RangeReport(float(self._loss.detach()), tuple(recorder.records), (), None, "", 0.0, 0.0)
         self.leaves = set(_leaves_of(self._loss))
-        for leaf in self.leaves:
-            if leaf not in self._names:
-                places.callback(setattr, leaf, "grad", leaf.grad)
-                leaf.grad = None
+        for leaf in self.leaves - self._names.keys():
+            _take_gradient(leaf, undo)
 
     def report(self) -> RangeReport:
         """Search the largest scale that fits, between one that fits and one that does not."""
-        value = self.value
-        if not math.isfinite(value):
-            return RangeReport(value, self.forward, (), None, "", 0.0, 0.0)
-        low, high = (_SMALLEST, 0) if self.cause_at(1.0) else (0, _LARGEST + 1)
-        if cause := self.cause_at(2.0**low):
-            return RangeReport(value, self.forward, tuple(self.at(2.0**low)[0]), None, cause, 0.0, 0.0)
+        report = self._of_forward
+        if not math.isfinite(report.loss):
+            return report
+        low, high = (_SMALLEST, 0) if self.overflow_at(1.0) else (0, _LARGEST + 1)
+        if overflow := self.overflow_at(2.0**low):
+            return report._replace(backward=tuple(self.at(2.0**low)[0]), overflows_first=overflow.cause)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.cause_at(2.0**middle) else (middle, high)
+            low, high = (low, middle) if self.overflow_at(2.0**middle) else (middle, high)
         limit, half = 2.0**low, min(2.0 ** (low - 1), _DEFAULT.max_scale)
-        records, cause = tuple(self.at(half)[0]), "" if high > _LARGEST else self.cause_at(2.0**high)
+        records, overflow = tuple(self.at(half)[0]), None if high > _LARGEST else self.overflow_at(2.0**high)
         flushed, at_one = (self._flushed(scale, limit) for scale in (half, 1.0))
-        above = limit if records and cause else math.inf
-        return RangeReport(value, self.forward, records, above, cause, flushed, at_one)
+        above, cause = (limit, overflow.cause) if records and overflow else (math.inf, "")
+        return RangeReport(report.loss, report.forward, records, above, cause, flushed, at_one)
 
-    def cause_at(self, loss_scale: float) -> str:
-        """Return what overflows first at a scale: an operation, or else a parameter; empty if nothing does."""
+    def overflow(self) -> Overflow | None:
+        """Return what overflows first in the forward pass."""
+        report = self._of_forward
+        places = tuple(each.module for each in report.forward if each.overflowed)[:1]
+        return None if report.forward_finite else Overflow(report._forward_line(), places)
+
+    def overflow_at(self, loss_scale: float) -> Overflow | None:
+        """Return what overflows first in a backward pass at a scale: an operation, or else a parameter's gradient."""
         records, norms = self.at(loss_scale)
-        if overflow := next((str(each) for each in records if each.overflowed), ""):
-            return overflow
+        if later := [*itertools.dropwhile(lambda each: not each.overflowed, records)]:
+            return Overflow(str(later[0]), tuple(each.module for each in later), "backward")
         # A backward pass begins at the last module.
-        return next((f"the gradient of {name}" for name in reversed(norms) if not math.isfinite(norms[name])), "")
+        for name in reversed(norms):
+            if not math.isfinite(norms[name]):
+                return Overflow(f"the gradient of {name}", (name.rpartition(".")[0],), "backward")
+        return None
 
     def at(self, loss_scale: float) -> tuple[list[OperationRange], dict[str, float]]:
         """Return the operations of a backward pass at a scale, and the norms of the parameters' gradients."""
@@ -209,8 +234,12 @@ class Passes:
             seed = torch.full_like(self._loss, loss_scale)
             self._attached_with.fill_(loss_scale)
             # Each pass draws the same random numbers. The graph is kept, so that loss_fn may draw another batch.
-            with _random_states_kept(), attached_with(self._attached_with), _Recorder(self._places) as recorder:
-                torch.autograd.backward(self._loss, seed, retain_graph=True)
+            put_back = random_states()
+            try:
+                with attached_with(self._attached_with), _Recorder(self._places) as recorder:
+                    torch.autograd.backward(self._loss, seed, retain_graph=True)
+            finally:
+                put_back()
             norms = {}
             for param, name in self._names.items():
                 if param.grad is not None:
@@ -225,29 +254,24 @@ class Passes:
         return max(0.0, more - zeros) / max(elements - zeros, 1)
 
 
-class _Places(contextlib.ExitStack):
+class _Places:
     """The module that an operation belongs to: in the forward pass by hooks, in the backward pass by its node.
 
     autograd numbers its nodes as they are made; the numbers at which a module begins and ends say which nodes it made:
     https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.profiler.profile
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._names = {module: plain_name(name) or type(module).__name__ for name, module in model.named_modules()}
+    def __init__(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
         self._stack: list[str] = []
         self._numbers: list[int] = []
         self.paths: list[str] = []
-
-    def __enter__(self) -> "_Places":
-        for module, name in self._names.items():
-            enter = functools.partial(self._note, name)
-            self.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        for name, module in model.named_modules():
+            enter = functools.partial(self._note, plain_name(name) or type(module).__name__)
+            undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             leave = functools.partial(self._note, "")
-            self.callback(module.register_forward_hook(leave, always_call=True).remove)
+            undo.callback(module.register_forward_hook(leave, always_call=True).remove)
         # Each thread numbers the nodes that it makes, so that one thread must make and run all of them.
-        self.enter_context(torch.autograd.set_multithreading_enabled(False))
-        return self
+        undo.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def current(self) -> str:
         """Return the path of the module that the running operation belongs to."""
@@ -298,33 +322,9 @@ def _measured(tensor: Tensor, operation: str, module: str, inputs_are_finite: bo
     )
 
 
-@contextlib.contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers and random states; during the context no optimizer steps in a backward pass."""
-    params = [(param, param.grad, param._post_accumulate_grad_hooks) for param in model.parameters()]
-    buffers = Buffers(model)
-    for param, _, hooks in params:
-        param.grad = None
-        if hooks:
-            param._post_accumulate_grad_hooks = {}  # None would leave them in place
-    try:
-        with _random_states_kept():
-            yield
-    finally:
-        for param, grad, hooks in params:
-            param.grad = grad
-            if hooks:
-                param._post_accumulate_grad_hooks = hooks
-        buffers.put_back()
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    put_back = random_states()
-    try:
-        yield
-    finally:
-        put_back()
+def _take_gradient(param: Tensor, undo: contextlib.ExitStack) -> None:
+    undo.callback(setattr, param, "grad", param.grad)
+    param.grad = None
 
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:

@@ -25,7 +25,6 @@ from lossscale_core import (
     SpikeGuard,
     diagnose,
     metrics,
-    state_to_dict,
 )
 from lossscale_core.adapters import BAD_LOSS, check_setting, explain_arguments, shown, tree
 from lossscale_core.errors import CallOrderError
@@ -327,7 +326,7 @@ class GradScaler(PlacedScaler):
                 is known on the host.
         """
         if not self._enabled:
-            return self._end_disabled()
+            return self._update_disabled(end_of_step)
         records, has_begun, has_read = self._per_optimizer_states, False, False
         for record in records.values():
             has_begun = has_begun or record["stage"] is not READY or bool(record["found_inf_per_device"])
@@ -498,22 +497,23 @@ class GradScaler(PlacedScaler):
             return info.applied
         return _state.combined(record["found_inf_per_device"].values(), self._scale.device) == 0.0
 
-    def _end_disabled(self) -> StepInfo:
+    def _update_disabled(self, end_of_step: bool) -> StepInfo:
         """Return the outcome of a step that only `skip`, or a guarded optimizer by itself, can have left out."""
         applied = {}
         for key, record in self._per_optimizer_states.items():
             last: Any = getattr(record["optimizer"], "last_step", None)  # of a guarded optimizer
             applied[key] = record.get("applied", last.applied if isinstance(last, StepInfo) else True)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self.last_step = info = StepInfo(functools.reduce(operator.and_, applied.values(), True), 1.0, 1.0, 0)
-        info.by_optimizer, info.of_others = applied, True
+        info.by_optimizer, self._updates = applied, self._updates + 1
+        if end_of_step or not applied or self._updates >= self._updates_per_step:
+            self._updates, self._per_optimizer_states = 0, defaultdict(_refresh_per_optimizer_state)
         return info
 
     def _end_step(self, info: StepInfo | None) -> None:
         """End a step, of which nothing is known if `info` is None: undo, tell, drop it, and raise the first error."""
         errors = []
         try:
-            for hook in [*self._hooks]:  # those that undo come first
+            for hook in self._hooks:  # those that undo come first
                 try:
                     if info is not None:
                         hook.after_update(self, info)
@@ -612,10 +612,7 @@ class GradScaler(PlacedScaler):
         loading: a rank with another loss scale would take other steps. `SyncError` is also raised for a rank that is
         not in `process_group`. Synchronises with the host.
         """
-        mine = state_to_dict(self._state_on_host(), self.policy)
-        for hook in self._hooks:
-            mine.update(hook.state_dict())
-        self._ranks.require_same(mine)
+        self._ranks.require_same(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state as plain values: torch's five keys and those of `state_to_dict`.
@@ -650,7 +647,7 @@ class GradScaler(PlacedScaler):
         policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
         loaded: list[tuple[Hook, dict[str, Any]]] = []
         try:
-            for hook in [*self._hooks]:
+            for hook in self._hooks:
                 loaded.append((hook, hook.state_dict()))
                 hook.load_state_dict(state_dict)
         except BaseException:

@@ -17,8 +17,6 @@ class StepInfo(lossscale_core.StepInfo[float | torch.Tensor, bool | torch.Tensor
 
     by_optimizer: dict[int, Any] | None = None
     """Whether each optimizer's step was applied, by its id; None before the first step."""
-    of_others: bool | None = None
-    """What holds for an optimizer that took no part, if the scaler is disabled."""
     had_gradients: bool = True
     """Whether an optimizer had gradients to check."""
 
@@ -33,7 +31,7 @@ class StepInfo(lossscale_core.StepInfo[float | torch.Tensor, bool | torch.Tensor
         """
         if self.by_optimizer is None:  # a copy that `_replace` made
             return self.applied
-        applied = self.by_optimizer.get(id(optimizer), self.of_others)
+        applied = self.by_optimizer.get(id(optimizer))
         if applied is None:
             raise CallOrderError(
                 f"applied_of() was given a {type(optimizer).__name__} that took no part in this step; pass the object "

@@ -71,7 +71,9 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     Returns:
         A bool tensor of shape `()`; True without gradients.
     """
-    local = [_readable(values_of(_as_tensor(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf)]
+    local = [
+        _readable(values_of(_as_tensor(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf, "all_finite(grads)")
+    ]
     device = local[0].device if local else None
     found = torch.zeros((), dtype=torch.float32, device=device)
     for bucket in buckets(local):
@@ -100,7 +102,7 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     loss_scale = loss_scale_of(state, "unscale(grads, state)")
 
     def unscale_leaf(leaf: Any) -> Any:
-        if not is_gradient(leaf):
+        if not is_gradient(leaf, "unscale(grads, state)"):
             return leaf
         values = lifted(_as_tensor(leaf))
         return values / _on_device_of(loss_scale, values)
@@ -140,7 +142,7 @@ def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
     return values * _on_device_of(loss_scale, values)
 
 
-def is_gradient(leaf: Any) -> bool:
+def is_gradient(leaf: Any, call: str) -> bool:
     """Return whether `leaf` is a tensor of floats; raise `TypeError` unless it is a tensor, a number or None."""
     if isinstance(leaf, Tensor):
         return leaf.is_floating_point() or leaf.is_complex()
@@ -148,7 +150,9 @@ def is_gradient(leaf: Any) -> bool:
         return False
     if isinstance(leaf, (float, complex)):
         return True
-    raise TypeError(f"{shown(leaf)} is not a tensor; pass tensors, numbers or None, in dicts, lists and tuples")
+    raise TypeError(
+        f"{shown(leaf)} is not a tensor; call {call} with tensors, numbers or None, in dicts, lists and tuples"
+    )
 
 
 def _as_tensor(leaf: Any) -> Tensor:

@@ -439,10 +439,15 @@ class Watch(Hook):
         """Whether the loss of the last step was NaN or infinite, and the host knows it."""
         self.retries = 0
         """The tries of `attempts` that ended in an applied step; the state counts them as skipped steps."""
+        self.tries: Any = None
+        """The loop over `attempts`, which sees the outcome of each try, and lets this watch see that of the loop."""
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
         """Look at the outcome of a step. Waits for the device after an overflow, to read the losses."""
-        self.look(scaler, info, info.overflowed is True and not scaler._are_losses_finite())
+        if self.tries is not None:
+            self.tries.note(info)
+        else:
+            self.look(scaler, info, info.overflowed is True and not scaler._are_losses_finite())
 
     def look(self, scaler: Any, info: StepInfo, has_bad_loss: bool) -> None:
         """Check the state on the host at each update if there is a limit, else at each 32nd."""
@@ -456,7 +461,7 @@ class Watch(Hook):
         self.without_gradients = self.without_gradients + 1 if has_stepped else 0
         if self.without_gradients == _MANY:
             log_event("no_gradients", _NO_GRADIENTS)
-        if scaler._losses and not info.had_gradients:
+        if has_stepped and scaler._losses:
             _warn_of_gradient_hooks(scaler._per_optimizer_states.values())
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         self._left -= 1
@@ -480,9 +485,17 @@ class Watch(Hook):
         """Log the events of a state on the host."""
         self._watch.log(policy, state)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of tries that the state counts and this watch does not, if there are any."""
+        return {"retries": self.retries} if self.retries else {}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Count the tries of the steps from here on."""
-        self.retries = 0
+        """Leave out the tries of the saved run."""
+        retries = state_dict.get("retries")
+        self.retries = retries if type(retries) is int and retries > 0 else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "tries": None}  # a copy of the scaler is in no loop
 
 
 def _warn_of_gradient_hooks(records: Iterable[Any]) -> None:

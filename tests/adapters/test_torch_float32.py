@@ -216,7 +216,7 @@ def _unit_later(model, x):
 REFUSED = {
     "unknown": (lambda model, x: keep_in_float32(model, "blocks.1.linaer"), "nearest name is 'blocks.1.linear'"),
     "no match": (lambda model, x: keep_in_float32(model, ["blocks.1", "*.mlp"]), r"'\*.mlp' names no module"),
-    "list": (lambda model, x: keep_in_float32(model, "blocks"), "'blocks' names no module with a forward pass"),
+    "list": (lambda model, x: keep_in_float32(model, "blocks"), "'blocks', which names no module with a forward pass"),
     "half": (lambda model, x: keep_in_float32(model.half(), "blocks.1"), r"1 has .*float16; .* call float\(\) on it"),
     "half later": (_half_later, r"call float\(\) on it before the optimizer"),
     "weight only": (_weight_only, "first is kept in float32 and its weights are used without calling it"),
@@ -264,7 +264,7 @@ PLANS = {
     "half buffer": (lambda: _net(*LOUD, dtype=lambda x: x.dtype), {}, ["blocks.1"], "forward overflows in blocks.1"),
     # The experts add float16 to a buffer, which becomes float32 when the layer before them is kept.
     "buffer later": (lambda: _layers(Experts(4, 1.0), gain=3e5), {}, ["0", "1"], "before: forward overflows in 0 ("),
-    "always half": (lambda: _net(*LOUD, dtype=lambda x: torch.half), {}, [], "in blocks.1 (aten.add_); no module can"),
+    "always half": (lambda: _net(*LOUD, dtype=lambda x: torch.half), {}, [], "in blocks.1 (aten.add_); the loss is nan; no module can"),
     "loss in half": (lambda: _net(1.0), {"dtype": torch.half, "weight": 1e7}, [], "\nforward overflows in loss_fn"),
     "large loss": (lambda: _net(1.0), {"weight": 1e9}, [], "min_scale=2**-2"),
     "backward": (lambda: _layers(Steep()), {"weight": 1e4}, ["1"], "\nor keep nothing, and use DynamicScaling("),
@@ -296,7 +296,7 @@ def test_a_plan_fits_all_batches_and_changes_nothing(monkeypatch, capsys):
     loss_fns = [_loss_fn(model, factor * x) for factor in (1.0, 1e4, -1e4)]
     plan = float32_plan(model, loss_fns)
     assert plan.modules == ("1",)
-    assert capsys.readouterr().err == "forward: overflows in 1 (aten.addmm): keeping 1 in float32\n"
+    assert capsys.readouterr().err == "forward: overflows in 1 (aten.addmm); the loss is nan: keeping 1 in float32\n"
     assert all((param.grad == 1).all() for param in model.parameters())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

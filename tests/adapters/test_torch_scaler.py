@@ -216,7 +216,7 @@ def test_a_disabled_scaler(copied):
     original = GradScaler("cpu", enabled=False)
     assert all(hasattr(each, name) for each in (original, copied(original)) for name in vars(GradScaler("cpu")))
     for scaler in (original, copied(original)):
-        (param, optimizer), (_, other), loss = _one(), _one(), torch.ones(())
+        (param, optimizer), loss = _one(), torch.ones(())
         assert scaler.scale(loss) is loss
         param.grad = torch.ones(2)
         scaler.unscale_(optimizer)
@@ -227,12 +227,24 @@ def test_a_disabled_scaler(copied):
         scaler.skip(optimizer)
         assert copied(scaler).update().applied
         info = scaler.update()
-        assert (info.applied, info.applied_of(optimizer), info.applied_of(other)) == (False, False, True)
+        assert (info.applied, info.applied_of(optimizer)) == (False, False)
         assert scaler.update().applied
         scaler.load_state_dict({})
         assert (scaler.state_dict(), scaler.get_scale(), scaler.is_enabled()) == ({}, 1.0, False)
         assert (scaler.get_growth_factor(), scaler.metrics()["steps"]) == (2.0, 0)
         assert scaler.diagnose().startswith("disabled")
+
+
+def test_a_disabled_scaler_that_is_updated_after_each_optimizer():
+    """Its step ends where that of an enabled one does."""
+    scaler, (_, first), (_, second) = GradScaler("cpu", enabled=False, updates_per_step=2), _one(), _one()
+    for _ in range(2):
+        assert scaler.update()  # nothing has begun, so that it does not count
+        scaler.skip(first)
+        scaler.update()
+        scaler.step(second)
+        info = scaler.update()
+        assert (info.applied, info.applied_of(first), info.applied_of(second)) == (False, False, True)
 
 
 # -- other threads -----------------------------------------------------------------------------------------------------

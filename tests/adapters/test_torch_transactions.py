@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import json
 import logging
 import math
 import sys
@@ -286,6 +287,9 @@ def test_the_log_and_the_streak_count_a_loop_once(caplog):
     assert scaler.metrics()["skipped_steps"] > 10
     assert not caplog.records
     assert "too often" not in scaler.diagnose()
+    resumed = GradScaler("cpu")
+    resumed.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    assert resumed.diagnose() == scaler.diagnose()
 
 
 # -- no mode by accident -----------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ PLAN = {
         _range: _attach _gradients _snapshots _verbs
         _float32: _gradients _range
         _skip_log: _gradients _report _state _step_info hooks
-        _attempts: _gradients _snapshots _state _step_info _versions hooks
+        _attempts: _gradients _snapshots _state _step_info _versions
         _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _placement _state _step_info _versions hooks
         _guarded: _clip _gradients _optimizers _ranks _scaler _skip_log _state _step_info _versions hooks
         __init__: _float32 _guarded _range _report _scaler _step_info _verbs hooks
