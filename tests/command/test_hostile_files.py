@@ -21,24 +21,18 @@ OF_TEXT = [
     ("large.json", POLICY, b" " * 2**17, "may have 65536 at most"),
     ("large_config.json", CONVERT, b" " * MIB, "may have 65536 at most"),
     ("dotted.toml", POLICY, b"a." * 20_000 + b"a = 1", "line 1 has 40005 characters"),
-    ("table.toml", POLICY, b"[" + b"a." * 20_000 + b"a]", "line 1 has 40003 characters"),
     ("dotted_lines.toml", POLICY, b"".join(b"%d." % n + b"a." * 480 + b"a = 1\n" for n in range(60)), "no 'kind'"),
     ("nested.toml", POLICY, b"a = " + b"[\n" * 30_000, "is not valid TOML"),
     ("inline.toml", POLICY, b"a = " + b"{a=" * 300, "is not valid TOML"),
     ("digits.toml", POLICY, b"a = 1" + b"_0" * 490, "no 'kind'"),
     ("infinite.toml", POLICY, b'kind = "dynamic"\ninit_scale = 1e400', "init_scale=inf"),
     ("twice.toml", POLICY, b"a = 1\na = 2", "is not valid TOML"),
-    ("zeros.toml", POLICY, bytes(2**16), "is not valid TOML"),
     ("utf_16.toml", POLICY, "a = 1".encode("utf-16"), "is not valid TOML"),
     ("nested.json", POLICY, b"[" * 60_000, "is not valid JSON"),
-    ("nested_dicts.json", POLICY, b'{"a":' * 13_000, "is not valid JSON"),
     ("twice.json", POLICY, b'{"kind": "dynamic", "init_scale": 4.0, "init_scale": 8.0}', "'init_scale' is there twice"),
-    ("twice_config.json", CONVERT, b'{"scale": 4.0, "scale": 8.0}', "'scale' is there twice"),
-    ("digits.json", POLICY, b"1" * 60_000, "is not valid JSON"),
     ("exponent.json", POLICY, b'{"kind": "fixed", "init_scale": 1e999999}', "init_scale=inf"),
     ("escape.json", POLICY, b'{"\\u001b[31m": 1}', "'\\x1b[31m'"),
     ("surrogate.json", POLICY, b'{"\\ud800": 1}', "'\\ud800'"),
-    ("utf_16.json", POLICY, "{}".encode("utf-16"), "is not valid JSON"),
     ("large_state.json", CHECKPOINT, b"[" + b" " * 4 * MIB, "has 4194305 bytes, but a state may have 4194304 at most"),
     ("lists.json", CHECKPOINT, b"[" + b"[]," * (4 * MIB // 3 - 2) + b"0]", "must hold a dict"),
     ("dicts.json", CHECKPOINT, b'{"a":[' + b'{"":0},' * (4 * MIB // 7 - 3) + b"0]}", "no known scaler"),
@@ -54,11 +48,6 @@ OF_TEXT = [
 ]
 
 
-def _sparse(path, size):
-    with path.open("wb") as file:
-        file.truncate(size)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder with the files, a FIFO, links to devices and a CSV file of a terabyte that takes no room."""
@@ -68,7 +57,8 @@ def folder(tmp_path_factory):
     for suffix in ("toml", "json", "csv"):
         os.mkfifo(folder / f"fifo.{suffix}")
         (folder / f"zero.{suffix}").symlink_to("/dev/zero")
-    _sparse(folder / "terabyte.csv", 2**40)
+    with (folder / "terabyte.csv").open("wb") as file:
+        file.truncate(2**40)
     return folder
 
 
@@ -82,13 +72,10 @@ def test_a_hostile_text_is_refused_in_one_sentence(folder, name, command, conten
 
 
 @pytest.mark.parametrize("name", ["fifo", "zero"])
-@pytest.mark.parametrize(
-    ("command", "suffix"),
-    [(POLICY, "toml"), (CONVERT, "json"), (CHECKPOINT, "json"), (SIMULATE, "csv")],
-)
-def test_nothing_waits_for_a_fifo_or_reads_a_device(folder, name, command, suffix):
+def test_nothing_waits_for_a_fifo_or_reads_a_device(folder, name):
     """The kind of the file is looked at before its content."""
-    assert "pass a regular file" in refused(run(*command.split(), f"{name}.{suffix}", cwd=folder))
+    for command, suffix in ((POLICY, "toml"), (CONVERT, "json"), (CHECKPOINT, "json"), (SIMULATE, "csv")):
+        assert "pass a regular file" in refused(run(*command.split(), f"{name}.{suffix}", cwd=folder))
 
 
 def test_a_large_trace_is_refused_by_its_size(folder):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -65,71 +66,65 @@ def test_recorded_runs(run):
     np.testing.assert_array_equal(trace.loss_scale_after, np.array(run["scale_after"], dtype=np.float32))
 
 
+_megatrons = functools.partial(DynamicScaling, growth_interval=1000, hysteresis=2, refill_on_finite=False)
+_wide = functools.partial(DynamicScaling, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
 DEFAULTS = {
-    "torch": DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE),
-    "apex": DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=2.0**24),
-    "deepspeed": DynamicScaling(
-        growth_interval=1000, hysteresis=2, refill_on_finite=False, cooldown=1, max_scale=LARGEST_SCALE
-    ),
-    "megatron": DynamicScaling(
-        init_scale=2.0**32, growth_interval=1000, hysteresis=2, refill_on_finite=False, max_scale=LARGEST_SCALE
-    ),
+    "torch": _wide(),
+    "apex": _wide(max_scale=2.0**24),
+    "deepspeed": _megatrons(cooldown=1, max_scale=LARGEST_SCALE),
+    "megatron": _megatrons(init_scale=2.0**32, max_scale=LARGEST_SCALE),
     "keras": DynamicScaling(init_scale=2.0**15, max_scale=LARGEST_SCALE),
-    "flax": DynamicScaling(growth_interval=2001, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE),
-    "paddle": DynamicScaling(refill_on_backoff=True, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE),
+    "flax": _wide(growth_interval=2001),
+    "paddle": _wide(refill_on_backoff=True),
 }
 """A key that is left out takes the tool's default; a bound that the tool lacks is the outermost possible one."""
+
+
+def _default(name, **changes):
+    return dataclasses.replace(DEFAULTS[name], **changes)
+
+
+TORCHS = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}
+WHOLE_JSON = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "hysteresis": 2}}
+KERAS_3_11 = {  # as Keras 3.0 to 3.11 write it
+    "name": "loss_scale_optimizer",
+    **dict.fromkeys(("weight_decay", "clipnorm", "global_clipnorm", "clipvalue", "ema_overwrite_frequency"), None),
+    **{"use_ema": False, "ema_momentum": 0.99, "loss_scale_factor": None, "gradient_accumulation_steps": None},
+    **{"inner_optimizer": {}, "initial_scale": 32768.0, "dynamic_growth_steps": 2000},
+}
 SAYINGS = [
     *((name, {}, policy) for name, policy in DEFAULTS.items()),
-    ("deepspeed", {"loss_scale": "0", "hysteresis": 2.0, "loss_scale_window": "1000"}, DEFAULTS["deepspeed"]),
-    ("deepspeed", {"loss_scale": 0, "auto_cast": False}, DEFAULTS["deepspeed"]),
+    ("deepspeed", {"loss_scale": "0", "hysteresis": 2.0, "loss_scale_window": "1000"}, _default("deepspeed")),
+    ("deepspeed", {"loss_scale": 0, "auto_cast": False}, _default("deepspeed")),
     ("deepspeed", {"enabled": True, "loss_scale": 128}, FixedScaling(128.0)),
+    ("deepspeed", WHOLE_JSON, _default("deepspeed")),
+    ("deepspeed", {"fp16": {"hysteresis": 3}, "bf16": {}}, _default("deepspeed", hysteresis=1)),
+    ("deepspeed", {"fp16": {}, "zero_optimization": True}, _default("deepspeed")),
+    ("deepspeed", {"enabled": "false"}, NoScaling()),
+    # as its loss scaler has it, which has no ZeRO beside it
     (
         "deepspeed",
-        {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "hysteresis": 2}},
-        DEFAULTS["deepspeed"],
+        {"init_scale": 65536.0, "min_scale": 0, "delayed_shift": 2},
+        _default("deepspeed", min_scale=2.0**-126),
     ),
-    ("megatron", {"fp16": True, "loss_scale": 0.0, "loss_scale_window": 1000.0}, DEFAULTS["megatron"]),
+    ("megatron", {"fp16": True, "loss_scale": 0.0, "loss_scale_window": 1000.0}, _default("megatron")),
     ("megatron", {"loss_scale": 4096.0}, FixedScaling(4096.0)),
-    ("apex", {"opt_level": "O1", "loss_scale": None, "max_loss_scale": 2.0**24}, DEFAULTS["apex"]),
-    (
-        "torch",
-        {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3},
-        DynamicScaling(init_scale=8.0, min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE),
-    ),
-    ("torch", {"device": "cuda", "init_scale": np.float32(65536), "enabled": True}, DEFAULTS["torch"]),
-    ("deepspeed", {"fp16": {"hysteresis": 3}, "bf16": {}}, dataclasses.replace(DEFAULTS["deepspeed"], hysteresis=1)),
-    ("deepspeed", {"fp16": {}, "zero_optimization": True}, DEFAULTS["deepspeed"]),
-    ("deepspeed", {"enabled": "false"}, NoScaling()),
-    ("megatron", {"--loss-scale-window": "1000", "initial-loss-scale": "4294967296"}, DEFAULTS["megatron"]),
-    ("megatron", {"loss_scale_window": 1000.5}, dataclasses.replace(DEFAULTS["megatron"], growth_interval=2**31 - 1)),
-    ("apex", {"max_loss_scale": None}, dataclasses.replace(DEFAULTS["apex"], max_scale=LARGEST_SCALE)),
+    ("megatron", {"--loss-scale-window": "1000", "initial-loss-scale": "4294967296"}, _default("megatron")),
+    ("megatron", {"loss_scale_window": 1000.5}, _default("megatron", growth_interval=2**31 - 1)),
+    ("megatron", {"min_scale": 1e-40}, _default("megatron", min_scale=SMALLEST_SCALE)),
+    ("apex", {"opt_level": "O1", "loss_scale": None, "max_loss_scale": 2.0**24}, _default("apex")),
+    ("apex", {"max_loss_scale": None}, _default("apex", max_scale=LARGEST_SCALE)),
     ("apex", {"opt_level": "O3"}, FixedScaling(1.0)),
+    ("torch", TORCHS, _wide(init_scale=8.0)),
+    ("torch", {"device": "cuda", "init_scale": np.float32(65536), "enabled": True}, _default("torch")),
     ("torch", {"enabled": False}, NoScaling()),
     ("jmp", {"loss_scale": 8.0, "counter": 3}, DynamicScaling(init_scale=8.0, max_scale=LARGEST_SCALE)),
+    ("jmp", {"loss_scale": 65536.0, "min_loss_scale": 0}, _default("torch")),
     ("keras", {"dynamic": False, "initial_scale": 8.0}, FixedScaling(8.0)),
-    ("keras3", {"dynamic": True, "name": None}, dataclasses.replace(DEFAULTS["keras"], min_scale=SMALLEST_SCALE)),
-    (
-        "keras3",  # as Keras 3.0 to 3.11 write it
-        {
-            "name": "loss_scale_optimizer",
-            **dict.fromkeys(("weight_decay", "clipnorm", "global_clipnorm", "clipvalue"), None),
-            **{"use_ema": False, "ema_momentum": 0.99, "ema_overwrite_frequency": None},
-            **{"loss_scale_factor": None, "gradient_accumulation_steps": None},
-            **{"inner_optimizer": {}, "initial_scale": 32768.0, "dynamic_growth_steps": 2000},
-        },
-        dataclasses.replace(DEFAULTS["keras"], min_scale=SMALLEST_SCALE),
-    ),
-    ("keras", {"inner_optimizer": {}, "dynamic": True, "initial_scale": None}, DEFAULTS["keras"]),
+    ("keras", {"inner_optimizer": {}, "dynamic": True, "initial_scale": None}, _default("keras")),
+    ("keras3", {"dynamic": True, "name": None}, _default("keras", min_scale=SMALLEST_SCALE)),
+    ("keras3", KERAS_3_11, _default("keras", min_scale=SMALLEST_SCALE)),
     ("paddle", {"use_dynamic_loss_scaling": False, "init_loss_scaling": 64.0}, FixedScaling(64.0)),
-    # A floor below 2**-126, or none at all, is 2**-126.
-    ("megatron", {"min_scale": 1e-40}, dataclasses.replace(DEFAULTS["megatron"], min_scale=SMALLEST_SCALE)),
-    ("jmp", {"loss_scale": 65536.0, "min_loss_scale": 0}, DEFAULTS["torch"]),
-    (
-        "deepspeed",  # as its loss scaler has it, which has no ZeRO beside it
-        {"init_scale": 65536.0, "min_scale": 0, "scale_window": 1000, "delayed_shift": 2},
-        dataclasses.replace(DEFAULTS["deepspeed"], min_scale=SMALLEST_SCALE),
-    ),
 ]
 
 
@@ -207,6 +202,7 @@ def test_another_policy_continues_with_what_it_has_a_place_for():
     assert (state.growth_tracker, state.hysteresis_tracker, state.steps) == (3, 3, 0)
 
 
+ITERATIONS = {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": -1}
 NO_CHECKPOINTS = [
     ("torch", {}, "has no scale, growth_tracker, and is empty"),
     ("torch", {"scale": 8.0}, "has no growth_tracker"),
@@ -221,14 +217,10 @@ NO_CHECKPOINTS = [
     ("paddle", {"scale": 8.0, "incr_count": 1, "decr_count": -1}, "decr_count=-1 .* from 0"),
     (
         "deepspeed",
-        {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": 30, "scale_window": 4},
-        "cur_iter=3 must be after last_overflow_iter=30",
+        {**ITERATIONS, "last_overflow_iter": 30, "scale_window": 4},
+        "cur_iter=3 must be after last_overflow_",
     ),
-    (
-        "deepspeed",
-        {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": -1},
-        r"depends on growth_interval, .* pass policy=from_tool\('deepspeed'",
-    ),
+    ("deepspeed", ITERATIONS, r"depends on growth_interval, .* pass policy=from_tool\('deepspeed'"),
 ]
 
 

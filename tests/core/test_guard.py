@@ -108,19 +108,18 @@ def test_a_spike_counts_as_the_limit(norms):
 
 
 @pytest.mark.parametrize(
-    ("settings", "rule"),
+    ("name", "value", "rule"),
     [
-        ({"threshold": 0.5}, "from 1"),
-        ({"memory": 0}, "whole number from 1"),
-        ({"warmup": 1.5}, "whole number from 1"),
-        ({"max_streak": 0}, "None or a whole number"),
+        ("threshold", 0.5, "from 1"),
+        ("memory", 0, "whole number from 1"),
+        ("warmup", 1.5, "whole number from 1"),
+        ("max_streak", 0, "None or a whole number"),
     ],
 )
-def test_settings_that_break_a_rule(settings, rule):
+def test_settings_that_break_a_rule(name, value, rule):
     """The message names the setting, its value and the rule."""
-    (name, value), *_ = settings.items()
     with pytest.raises(PolicyError, match=f"{name}={value}.*{rule}"):
-        SpikeGuard(**settings)
+        SpikeGuard(**{name: value})
 
 
 def test_the_state_goes_through_a_checkpoint():
@@ -134,20 +133,17 @@ def test_the_state_goes_through_a_checkpoint():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"mean": math.nan}, "mean=nan"),
-        ({"deviation": -1.0}, "deviation=-1"),
-        ({"spikes": 1.5}, "spikes=1.5"),
-        ({"mean": 1e39}, "mean=1e"),
-    ],
+    [({"mean": math.nan}, "mean=nan"), ({"deviation": -1.0}, "deviation=-1"), ({"spikes": 1.5}, "spikes=1.5")],
 )
 def test_a_damaged_guard_is_refused(change, message):
-    """The message names the field and its value."""
+    """The message names the field and its value, or the field that is not there."""
     saved = state_to_dict(DynamicScaling().init_state(), guard=SpikeGuard().init_state())
-    with pytest.raises(CheckpointError, match=message):
-        guard_state_from_dict({**saved, "guard": {**saved["guard"], **change}})
-    with pytest.raises(CheckpointError, match="has no mean"):
-        guard_state_from_dict({**saved, "guard": {"deviation": 0.0, "norms": 0.0, "spikes": 0, "streak": 0.0}})
+    for guard, words in (
+        ({**saved["guard"], **change}, message),
+        ({"deviation": 0.0, "norms": 0.0}, "has no mean, spikes"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            guard_state_from_dict({**saved, "guard": guard})
 
 
 def test_simulate_checks_recorded_norms():

@@ -13,13 +13,9 @@ from lossscale_core.testing import loops
     [
         (np.array([1.0, np.nan]), np.array([1.0, np.nan]), True),
         (np.array([1.0, np.nan]), np.array([np.nan, 1.0]), False),
-        (np.ones(2), np.ones((2, 1)), False),
-        (np.ones(2), np.ones(2, np.float32), False),
-        (np.ones(()), 1.0, False),
-        (math.nan, float("nan"), True),
-        (1, 1.0, False),
-        (None, None, True),
-        ("relu", "gelu", False),
+        *((np.ones(2), other, False) for other in (np.ones((2, 1)), np.ones(2, np.float32))),
+        *((math.nan, float("nan"), True), (None, None, True)),
+        *((1, 1.0, False), (np.ones(()), 1.0, False), ("relu", "gelu", False)),
     ],
 )
 def test_values_that_are_the_same(a, b, is_same):
