@@ -5,6 +5,7 @@ nox -s "tests(framework='numpy')"    the core's tests, without any framework
 nox -s "tests(framework='torch')"    one framework's
 nox -s "oldest(framework='torch')"   its oldest version; `newest`, `kaggle`, `colab` and `smoke` are others: nightly
 nox -s sweep                         the tests with more seeds and examples: nightly
+nox -s mutants -- src/lossscale_core/_policy.py    the faults of a file, or of a package, that no test notices
 nox -s bench -- --output-folder benchmarks
 nox -s docs -- serve                 the documentation, while you write it
 """
@@ -168,6 +169,22 @@ def sweep(session: nox.Session, framework: str) -> None:
     _run_tests(session, framework)
     for benchmark in BENCHMARKS[framework]:
         session.run("python", f"benchmarks/{benchmark}.py", "--quick")
+
+
+@nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Find small faults of the code that no test notices: `nox -s mutants`; `-- --help` lists the options. Nightly."""
+    _install_torch(session)
+    groups = [
+        *_group("test"),
+        *_group("mutants"),
+        *_group("torch-test"),
+        *_group("jax-test"),
+        *_group("tensorflow-test"),
+    ]
+    session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, *FRAMEWORKS["tensorflow"])
+    session.install("--no-deps", *ALONE.values())
+    session.run("python", "tests/mutants", *session.posargs, env=ONE_THREAD)
 
 
 # The sessions below run all tests of a framework with other versions of it. PyTorch brings five to seven gigabytes of

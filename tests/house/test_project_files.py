@@ -52,7 +52,7 @@ def test_the_public_workflow_runs_sessions_that_exist():
 def test_the_public_workflow_runs_every_default_session_and_every_nightly_one():
     """What the README's command runs, framework by framework, and what is for the night."""
     text = _text(".github/workflows/ci.yml")
-    for session in ("lint", "typing", "conformance", "docs", "build"):
+    for session in ("lint", "typing", "conformance", "docs", "build", "mutants"):
         assert f"- {session}\n" in text
     for framework in FRAMEWORKS:
         assert f"- tests(framework='{framework}')\n" in text
