@@ -215,7 +215,7 @@ def _unit_later(model, x):
 
 REFUSED = {
     "unknown": (lambda model, x: keep_in_float32(model, "blocks.1.linaer"), "nearest name is 'blocks.1.linear'"),
-    "no match": (lambda model, x: keep_in_float32(model, ["blocks.1", "*.mlp"]), r"'\*.mlp' names no module"),
+    "no match": (lambda model, x: keep_in_float32(model, ["blocks.1", "*.mlp"]), r"'\*.mlp', which names no module"),
     "list": (lambda model, x: keep_in_float32(model, "blocks"), "'blocks', which names no module with a forward pass"),
     "half": (lambda model, x: keep_in_float32(model.half(), "blocks.1"), r"1 has .*float16; .* call float\(\) on it"),
     "half later": (_half_later, r"call float\(\) on it before the optimizer"),
