@@ -141,21 +141,19 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
     Raises:
         TypeError: A leaf of `grads` is not an array.
     """
-    on_host, on_device = True, None
+    finite: Any = True
     for leaf in tree.leaves(grads):
         if leaf is None:
             continue
         array, leaf_xp = _with_namespace(leaf, xp)
         if leaf_xp is np:
-            on_host = on_host and _all_finite_on_host(array)
+            flag = finite is not False and _all_finite_on_host(array)
+        elif _is_gradient(array, leaf_xp):
+            flag = leaf_xp.all(leaf_xp.isfinite(array))
         else:
-            if _is_gradient(array, leaf_xp):
-                finite = leaf_xp.all(leaf_xp.isfinite(array))
-            else:
-                finite = leaf_xp.asarray(True, device=_device(array))
-            on_device = finite if on_device is None else on_device & finite
-    # An operator combines a Python bool with an array on any device, without a transfer.
-    return np.bool_(on_host) if on_device is None else on_device & on_host
+            flag = leaf_xp.asarray(True, device=_device(array))
+        finite = flag & finite  # an operator combines a Python bool with an array on any device, without a transfer
+    return np.bool_(finite) if isinstance(finite, bool) else finite
 
 
 @np.errstate(all="ignore")

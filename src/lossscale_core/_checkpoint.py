@@ -130,15 +130,9 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
 
 
 def _plain_numbers(state: Any) -> dict[str, int | float]:
-    return {name: _plain_number(value) for name, value in state._asdict().items()}
-
-
-def _plain_number(value: Any) -> int | float:
     # The dtypes of the frameworks have no common interface, but the name of each one says what it is.
-    try:
-        return int(value) if "int" in str(getattr(value, "dtype", type(value))) else float(value)
-    except TypeError:
-        return read(value)  # its error says that it is traced
+    counts = {name for name, value in state._asdict().items() if "int" in str(getattr(value, "dtype", type(value)))}
+    return {name: int(read(value)) if name in counts else read(value) for name, value in state._asdict().items()}
 
 
 def _require_version(saved: Mapping[str, Any]) -> None:

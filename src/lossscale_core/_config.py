@@ -58,9 +58,8 @@ def as_policy(source: Any) -> ScalingPolicy:
         return _fixed(source)
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
-    if isinstance(source, os.PathLike):
-        return load_policy(source)
-    if isinstance(source, str) and (suffix_of(source) in _SUFFIXES or os.path.exists(source)):
+    is_name = isinstance(source, str) and (suffix_of(source) in _SUFFIXES or os.path.exists(source))
+    if is_name or isinstance(source, os.PathLike):
         return load_policy(source)
     if hasattr(source, "loss_scale"):
         raise PolicyError(

@@ -62,7 +62,10 @@ def shown_names(names: Iterable[Any]) -> str:
         The text, which ends in the number of the names that are left out.
     """
     listed = list(names)
-    words = [_name(name) for name in listed[:_MOST_NAMES]]
+    words = [
+        name if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _LONGEST_NAME else shown(name)
+        for name in listed[:_MOST_NAMES]
+    ]
     more = len(listed) - len(words)
     return ", ".join(words) + (f" and {more} more" if more else "")
 
@@ -141,8 +144,3 @@ def warn_caller(message: str, category: type[Warning] = UserWarning, *, packages
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
-
-
-def _name(name: Any) -> str:
-    is_plain = isinstance(name, str) and name.isprintable() and 0 < len(name) <= 60
-    return name if is_plain else shown(name)

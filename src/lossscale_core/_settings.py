@@ -120,27 +120,27 @@ _ARGUMENTS = {
 """The rule of each number that adapters take in addition to a policy, by the name of the argument."""
 
 
+_MAX_NORM_ELSEWHERE = "max_norm global_clipnorm clip_norm clip_grad clip_grad_norm max_grad_norm gradient_clip_val"
 _OTHER_NAMES = {
-    "init_scale": ("initial_scale", "init_loss_scale", "initial_loss_scale"),
-    "growth_factor": ("multiplier", "scale_factor", "incr_ratio"),
-    "backoff_factor": ("decr_ratio",),
+    "init_scale": "initial_scale init_loss_scale initial_loss_scale",
+    "growth_factor": "multiplier scale_factor incr_ratio",
+    "backoff_factor": "decr_ratio",
     "growth_interval": (
-        *("dynamic_growth_steps", "scale_window", "loss_scale_window", "increment_period", "period"),
-        "incr_every_n_steps",
+        "dynamic_growth_steps scale_window loss_scale_window increment_period period incr_every_n_steps"
     ),
-    "hysteresis": ("delayed_shift", "decr_every_n_nan_or_inf"),
-    "min_scale": ("min_loss_scale", "minimum_loss_scale"),
-    "max_scale": ("max_loss_scale", "maximum_loss_scale"),
-    "max_norm": ("clip_norm", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val", "global_clipnorm"),
-    "global_clipnorm": ("max_norm", "clip_norm", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val"),
-    "accumulation_steps": ("gradient_accumulation_steps", "every_k_schedule"),
+    "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
+    "min_scale": "min_loss_scale minimum_loss_scale",
+    "max_scale": "max_loss_scale maximum_loss_scale",
+    "max_norm": _MAX_NORM_ELSEWHERE,
+    "global_clipnorm": _MAX_NORM_ELSEWHERE,
+    "accumulation_steps": "gradient_accumulation_steps every_k_schedule",
 }
 """What other tools call an argument, by its name here."""
 
 
 def _name_here(name: str, known: list[str]) -> str:
     """Return the name here of an argument of another tool: a known one if there is one, or else a setting's."""
-    here = [each for each, others in _OTHER_NAMES.items() if name in others]
+    here = [each for each, others in _OTHER_NAMES.items() if name in others.split()]
     return next((each for each in here if each in known), next((each for each in here if each in RULES), name))
 
 
@@ -168,7 +168,7 @@ def check_setting(name: str, value: Any) -> Any:
 _RULES_OF_TYPES = {"float": NUMBER, "int": COUNT_OR_ZERO, "bool": FLAG}
 
 
-def _find_rules(policy_type: type[Any]) -> tuple[tuple[dataclasses.Field[Any], Rule], ...]:
+def rules_of(policy_type: type[Any]) -> list[tuple[dataclasses.Field[Any], Rule]]:
     """Return each field of a policy class with the rule for its name, or else the rule for its type."""
     found = []
     for field in dataclasses.fields(policy_type) if dataclasses.is_dataclass(policy_type) else ():
@@ -178,13 +178,7 @@ def _find_rules(policy_type: type[Any]) -> tuple[tuple[dataclasses.Field[Any], R
         if rule is None:
             raise TypeError(f"{field.name} is declared as {field.type}; declare a setting as float, int or bool")
         found.append((field, rule))
-    return tuple(found)
-
-
-# Cached, because each construction of a policy reads them.
-_cached: Any = functools.cache(_find_rules)  # mypy does not take a class for hashable
-rules_of: Callable[[type[Any]], tuple[tuple[dataclasses.Field[Any], Rule], ...]] = _cached
-"""Return each field of a policy class with the rule for its name, or else the rule for its type."""
+    return found
 
 
 def require_ordered_scales(settings: Mapping[str, Any]) -> None:
