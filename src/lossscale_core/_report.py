@@ -278,7 +278,7 @@ def _diagnosis(policy: BaseScaling, state: ScaleState[Any]) -> str:
     interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
     down = _overflows_down(policy, scale, start)
     reversed_growths = (skipped - down) / policy.hysteresis  # unless `hysteresis` above 1 has tolerated overflows
-    has_grown = scale > start or (not at_floor and 0 < reversed_growths <= applied / interval)
+    has_grown = scale > start or 0 < reversed_growths <= applied / interval
 
     if policy.is_constant() and scale > 1.0:
         hint = f"A scale of {shown} is too large for these gradients: lower it, or use DynamicScaling."
