@@ -264,7 +264,12 @@ PLANS = {
     "half buffer": (lambda: _net(*LOUD, dtype=lambda x: x.dtype), {}, ["blocks.1"], "forward overflows in blocks.1"),
     # The experts add float16 to a buffer, which becomes float32 when the layer before them is kept.
     "buffer later": (lambda: _layers(Experts(4, 1.0), gain=3e5), {}, ["0", "1"], "before: forward overflows in 0 ("),
-    "always half": (lambda: _net(*LOUD, dtype=lambda x: torch.half), {}, [], "in blocks.1 (aten.add_); the loss is nan; no module can"),
+    "always half": (
+        lambda: _net(*LOUD, dtype=lambda x: torch.half),
+        {},
+        [],
+        "in blocks.1 (aten.add_); the loss is nan; no module can",
+    ),
     "loss in half": (lambda: _net(1.0), {"dtype": torch.half, "weight": 1e7}, [], "\nforward overflows in loss_fn"),
     "large loss": (lambda: _net(1.0), {"weight": 1e9}, [], "min_scale=2**-2"),
     "backward": (lambda: _layers(Steep()), {"weight": 1e4}, ["1"], "\nor keep nothing, and use DynamicScaling("),

@@ -20,13 +20,15 @@ def _write(folder, name, content):
     return name
 
 
-@pytest.mark.parametrize("arguments", [("policy", "check", "p.toml"), ("policy", "check", "none.toml")])
-def test_a_process_says_what_the_command_says_here(tmp_path, arguments):
-    """The same output, the same error and the same status."""
-    dump_policy(DynamicScaling(), tmp_path / "p.toml")
-    command = [sys.executable, "-m", "lossscale", *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (process.returncode, process.stdout, process.stderr) == run(*arguments, cwd=tmp_path)
+def test_a_process_says_what_the_command_says_here(tmp_path):
+    """The same output, the same error and the same status; the JSON is a policy itself."""
+    policy = DynamicScaling(growth_interval=77)
+    dump_policy(policy, tmp_path / "p.toml")
+    for name in ("p.toml", "none.toml"):
+        command = [sys.executable, "-m", "lossscale", "policy", "check", name, "--json"]
+        process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert (process.returncode, process.stdout, process.stderr) == run(*command[3:], cwd=tmp_path)
+        assert name != "p.toml" or policy_from_dict(json.loads(process.stdout)) == policy
 
 
 COMMANDS = [(), *((name,) for name in ["demo", "simulate", "run", "plot", "checkpoint", "policy"])]
@@ -46,14 +48,6 @@ def test_help_fits_a_screen_and_has_an_example(command):
 # -- policies
 
 
-def test_policy_check_prints_json(tmp_path):
-    """The data is a policy itself."""
-    policy = DynamicScaling(growth_interval=77)
-    dump_policy(policy, tmp_path / "p.json")
-    data, _ = succeed("policy", "check", "p.json", "--json", cwd=tmp_path)
-    assert policy_from_dict(json.loads(data)) == policy
-
-
 @pytest.mark.parametrize(
     ("name", "text", "tool", "config"),
     [
@@ -71,10 +65,6 @@ def test_policy_convert_guesses_the_tool(tmp_path, name, text, tool, config):
     assert load_policy(tmp_path / "p.toml") == expected
     _write(tmp_path, "q.toml", data)
     assert load_policy(tmp_path / "q.toml") == expected
-
-
-def test_policy_convert_lists_every_tool():
-    """The help names all that `from_tool` knows."""
     assert all(name in succeed("policy", "convert", "--help")[0] for name in tools())
 
 
@@ -130,16 +120,14 @@ def test_a_restarted_run_counts_its_steps_once(tmp_path):
     assert all(f"<!-- {text} -->" in picture for text in ("gradient norm", "loss scale", "skipped step"))
 
 
-@pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
-def test_a_picture_without_norms(tmp_path, suffix):
-    """The loss scale alone; a last row that was cut is left out, and said."""
+def test_a_picture_without_norms(tmp_path):
+    """The loss scale alone, in each format; a last row that was cut is left out, and said."""
     (tmp_path / "t.csv").write_text("step,scale,overflowed\n0,8.0,False\n1,8.0,True\n2,4.0,Fal")
-    _, said = succeed("plot", "t.csv", "-o", f"p.{suffix}", cwd=tmp_path)
-    assert "the last row '2,4.0,Fal' is ignored" in said
-    assert "2 steps, 1 of them skipped" in said
-    assert (tmp_path / f"p.{suffix}").stat().st_size > 1000
-    assert "exists and is not overwritten" in refused(run("plot", "t.csv", "-o", f"p.{suffix}", cwd=tmp_path))
-    succeed("plot", "t.csv", "-o", f"p.{suffix}", "--overwrite", cwd=tmp_path)
+    for suffix in ("png", "pdf", "svg", "svg"):
+        _, said = succeed("plot", "t.csv", "-o", f"p.{suffix}", "--overwrite", cwd=tmp_path)
+        assert "the last row '2,4.0,Fal' is ignored" in said
+        assert "2 steps, 1 of them skipped" in said
+        assert (tmp_path / f"p.{suffix}").stat().st_size > 1000
 
 
 # -- checkpoints
@@ -165,22 +153,17 @@ def test_checkpoint_reads_other_tools(tmp_path):
 
 
 def test_several_scalers_are_printed_under_their_places(tmp_path):
-    """The search ends where a file has a dict for each parameter."""
-    _write(tmp_path, "two.json", {"a": APEX, "b": {"c": APEX}})
-    assert json.loads(succeed("checkpoint", "two.json", cwd=tmp_path)[0]).keys() == {"a", "b.c"}
+    """Escaped, so that a key writes no lines nor colours; the search ends where each parameter has a dict."""
+    _write(tmp_path, "two.json", {"a\nlossscale: all is well\x1b[31m": APEX, "b": {"c": APEX}})
+    data, said = succeed("checkpoint", "two.json", cwd=tmp_path)
+    assert [*json.loads(data)] == ["a\nlossscale: all is well\x1b[31m", "b.c"]
+    assert "\x1b" not in data + said
+    assert r"a\nlossscale" in said
     states = {str(number): {"step": 1} for number in range(30_000)}
     _write(tmp_path, "large.json", {"optimizer": {"state": states, "grad_scaler": APEX}})
     data, said = succeed("checkpoint", "large.json", cwd=tmp_path)
     assert json.loads(data)["loss_scale"] == 8.0
     assert "only the first 1000 dicts were searched" in said
-
-
-def test_keys_with_newlines_and_escapes_are_shown_escaped(tmp_path):
-    """A key of a checkpoint cannot write lines of its own, nor colours, into a terminal."""
-    _write(tmp_path, "f.json", {"a\nlossscale: all is well\x1b[31m": APEX})
-    data, said = succeed("checkpoint", "f.json", cwd=tmp_path)
-    assert "\x1b" not in data + said
-    assert r"a\nlossscale" in said
 
 
 # -- bad input

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, dump_policy, load_policy
+from lossscale_core import FixedScaling, dump_policy, load_policy
 from tests.command.commanding import refused, room_for, run
 
 WRITERS = {
@@ -43,21 +43,14 @@ def test_no_write_follows_a_link(folder, command, target):
     assert (folder / "torch.json").read_text() == before
 
 
-def test_a_policy_is_written_whole_or_not_at_all(tmp_path):
-    """Where the disk is full after 29 bytes, `init_scale = 8192.0` does not become 8.0: the old policy stays."""
-    path = tmp_path / "policy.toml"
-    dump_policy(DynamicScaling(growth_interval=7), path)
-    with pytest.raises(OSError, match=r"policy\.toml"), room_for(29):
-        dump_policy(FixedScaling(8192.0), path)
-    assert load_policy(path) == DynamicScaling(growth_interval=7)
-    assert [each.name for each in tmp_path.iterdir()] == ["policy.toml"]
-
-
 def test_dump_policy_replaces_a_link_and_not_its_target(tmp_path):
-    """A link is what is at the path, so that no other file is written to."""
+    """A link is what is at the path, so that no other file is written to; nor is it, where the disk is full."""
     target, link = tmp_path / "target.toml", tmp_path / "link.toml"
     dump_policy(FixedScaling(2.0), target)
     link.symlink_to(target)
+    with pytest.raises(OSError, match=r"link\.toml"), room_for(29):
+        dump_policy(FixedScaling(8192.0), link)
+    assert (load_policy(link), link.is_symlink()) == (FixedScaling(2.0), True)
     dump_policy(FixedScaling(4.0), link)
     assert (load_policy(target), load_policy(link)) == (FixedScaling(2.0), FixedScaling(4.0))
     assert not link.is_symlink()

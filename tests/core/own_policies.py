@@ -8,25 +8,15 @@ import dataclasses
 import doctest
 import sys
 import types
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from lossscale_core import BaseScaling
+from lossscale_core import BaseScaling, ScaleState
 
-
-class AdditiveState(NamedTuple):
-    """The fields of `ScaleState`, and one more counter."""
-
-    loss_scale: object
-    growth_tracker: object
-    hysteresis_tracker: object
-    steps: object
-    skipped_steps: object
-    overflow_streak: object
-    additions: object
-    """float32: how often the scale was raised."""
+AdditiveState = namedtuple("AdditiveState", [*ScaleState._fields, "additions"])
+"""The fields of `ScaleState`, and how often the scale was raised, in float32."""
 
 
 def updated(policy, state, grads_finite, xp):

@@ -71,23 +71,13 @@ def _agrees(state: Any, model: Model) -> bool:
     return tuple(float(value) for value in state) == tuple(map(float, model[: len(state)]))
 
 
+SETTINGS = ("growth_interval", "hysteresis", "refill_on_finite", "refill_on_backoff", "cooldown")
 SMALL_POLICIES = [
     NoScaling(),
     FixedScaling(8.0),
     *(
-        DynamicScaling(
-            init_scale=8.0,
-            growth_interval=interval,
-            hysteresis=hysteresis,
-            refill_on_finite=on_finite,
-            refill_on_backoff=on_backoff,
-            cooldown=cooldown,
-            min_scale=2.0,
-            max_scale=32.0,
-        )
-        for interval, hysteresis, on_finite, on_backoff, cooldown in itertools.product(
-            (1, 2, 3), (1, 2, 3), (True, False), (True, False), (0, 2)
-        )
+        DynamicScaling(init_scale=8.0, min_scale=2.0, max_scale=32.0, **dict(zip(SETTINGS, values, strict=True)))
+        for values in itertools.product((1, 2, 3), (1, 2, 3), (True, False), (True, False), (0, 2))
     ),
 ]
 

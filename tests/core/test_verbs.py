@@ -75,6 +75,7 @@ def test_arrays_stay_on_their_device():
     assert finite.device == device
     assert unscale(grads, STATE)[0].device == device
     assert select(finite, {"n": 3}, {"n": 2})["n"].device == device
+    assert {value.device for value in init_state(DynamicScaling(), xp=xps, device=device)} == {device}
 
 
 def test_a_host_state_serves_arrays_of_any_namespace():
@@ -92,12 +93,6 @@ def test_a_foreign_tensor_is_refused_with_a_remedy():
 
     with pytest.raises(TypeError, match="xp="):
         all_finite([Tensor()])
-
-
-def test_init_state_places_the_state():
-    """On a device, when asked."""
-    placed = init_state(DynamicScaling(), xp=xps, device=xps.Device("device1"))
-    assert {str(value.device) for value in placed} == {str(xps.Device("device1"))}
 
 
 RECORDS = np.rec.array([(1.0, 2)], dtype=[("a", "f4"), ("n", "i4")])
