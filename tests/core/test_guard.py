@@ -63,6 +63,12 @@ def test_a_lasting_change_of_level_is_learnt(times, most):
     assert accepted[500 + most :].all()
 
 
+def test_the_first_norms_are_accepted():
+    """Within the warm-up any finite norm is, however large."""
+    accepted, _ = _judged([1.0, 1e6, *[1.0] * 14, 1e9])
+    assert accepted.tolist() == [True] * 16 + [False]
+
+
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 1e300])
 def test_norms_that_are_not_finite_are_refused_and_forgotten(norm):
     """They leave the state as it was, from the first step on; so does what float32 cannot hold."""
