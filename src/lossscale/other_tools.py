@@ -155,9 +155,8 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
         raise PolicyError("keras: dynamic_growth_steps needs dynamic=True; leave it out")
     if name == "deepspeed" and "fp16" in config:
         zero = config.get("zero_optimization", False)
-        settings["hysteresis"] = (
-            settings["hysteresis"] if (zero.get("stage") if isinstance(zero, Mapping) else zero) else 1
-        )
+        if not (zero.get("stage") if isinstance(zero, Mapping) else zero):
+            settings["hysteresis"] = 1
     return _policy(name, settings)
 
 
@@ -295,11 +294,8 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.Polic
         PolicyError: `policy` is not a policy.
     """
     tool = _find(name, CheckpointError)
-    saved, layout, keys = (
-        _scaler_part(name, tool, checkpoint),
-        tool["saved"],
-        {**tool.get("more_keys", {}), **tool["keys"]},
-    )
+    saved, layout = _scaler_part(name, tool, checkpoint), tool["saved"]
+    keys = {**tool.get("more_keys", {}), **tool["keys"]}
     known = {tool.get("names", {}).get(key, key): value for key, value in saved.items()}
     known = {key: value for key, value in known.items() if key in keys and not keys[key][0].startswith("FixedScaling")}
     known |= {key: 1.0 for key in known if keys[key][0].startswith("init_scale")}  # which may be the saved scale
@@ -358,13 +354,9 @@ def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, 
 def _number(name: str, saved: Mapping[str, Any], names: str, least: int | None = None) -> Any:
     """Return the number under one of the names; with `least`, a whole number from it."""
     key = next(each for each in names.split(" or ") if each in saved)
-    value, is_whole, rule = saved[key], True, "a number"
+    value = saved[key]
+    rule = "a number" if least is None else "a whole number" if least < 0 else "a whole number from 0"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and least is not None:
-        is_whole, rule = (
-            value == value // 1 and value >= least,
-            "a whole number" if least < 0 else "a whole number from 0",
-        )
-    if not is_number or not is_whole:
+    if not is_number or (least is not None and not (value == value // 1 and value >= least)):
         raise CheckpointError(f"{key}={shown(value)} in the checkpoint of {name} must be {rule}; pass what it saved")
     return value if least is None else int(value)

@@ -213,11 +213,10 @@ def _reached_limit(policy: BaseScaling, state: ScaleState[Any]) -> str:
     limit = policy.max_overflow_streak
     if limit is None or (streak := int(read(state.overflow_streak))) < limit:
         return ""
-    scale = f" at a loss scale of {shown_number(float(state.loss_scale))}" if policy.scales_losses else ""
-    hint = "raise max_overflow_streak where init_scale is known to be far too large"
     return (
-        f"overflow_streak={streak} has reached max_overflow_streak={limit}{scale}; look for a NaN or infinity in the "
-        f"loss, or {hint}"
+        f"overflow_streak={streak} has reached max_overflow_streak={limit} at a loss scale of "
+        f"{shown_number(float(state.loss_scale))}; look for a NaN or infinity in the loss, or raise "
+        "max_overflow_streak where init_scale is known to be far too large"
     )
 
 
