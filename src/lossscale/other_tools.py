@@ -346,7 +346,8 @@ def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, 
     if missing := [names for names in required if not any(each in saved for each in names.split(" or "))]:
         raise CheckpointError(
             f"this is not a checkpoint of {name}'s scaler: it has no {', '.join(missing)}"
-            f"{'' if saved else ', and is empty, like that of a disabled scaler'}; pass state_from_tool its own part"
+            f"{'' if saved else ', and is empty, like that of a disabled scaler'}; "
+            "pass state_from_tool the scaler's own part"
         )
     return {key: plain(value) for key, value in saved.items()}
 
