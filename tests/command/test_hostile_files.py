@@ -1,4 +1,4 @@
-"""The promises of SECURITY.md: a hostile file is refused in one sentence, with little memory and no waiting."""
+"""The promises of SECURITY.md: a hostile or wrong file is refused in one sentence, soon and with little memory."""
 
 import ast
 import json
@@ -14,9 +14,14 @@ from tests.command.commanding import refused, run
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
 ROW = b"0,8.0,False\n"
-POLICY, CONVERT, CHECKPOINT = "policy check", "policy convert", "checkpoint"
-SIMULATE, PLOT = "simulate dynamic", "plot -o p.png"
-OF_TEXT = [
+POLICY, CONVERT, CHECKPOINT = "policy check {}", "policy convert {}", "checkpoint {}"
+SIMULATE, PLOT = "simulate dynamic {}", "plot {} -o p.png"
+TITLES = b"step,scale,overflowed\n"
+GOOD = TITLES + ROW
+STREAK = b'kind = "dynamic"\ninit_scale = 1e36\nmax_scale = 1e37\nmax_overflow_streak = 2\n'
+FLOOD = json.dumps({"x" * 1_000_000: 1, **{f"key{n}": 1 for n in range(1000)}}).encode()
+ODD = b'{"scale": 8.0, "_growth_tracker": Infinity}'
+REFUSED = [
     ("large.toml", POLICY, b"#" * 2**17, "has 131072 bytes, but a policy may have 65536 at most"),
     ("large.json", POLICY, b" " * 2**17, "may have 65536 at most"),
     ("large_config.json", CONVERT, b" " * MIB, "may have 65536 at most"),
@@ -42,55 +47,90 @@ OF_TEXT = [
     ("line.csv", SIMULATE, b"step" + b"," * 10 * MIB, "has a line of more than 10000 characters"),
     ("quote.csv", SIMULATE, b'step,scale,overflowed\n"' + b"0\n" * 200_000, "is not valid CSV"),
     ("zeros.csv", SIMULATE, bytes(MIB), "has a line of more than 10000 characters"),
-    ("letters.csv", PLOT, b"step,scale,overflowed\n" + ROW + b"a,b,c\n", "row 3 is 'a,b,c'"),
-    ("infinite.csv", SIMULATE, b"step,scale,overflowed\ninf,8.0,False\n", "row 2"),
+    ("letters.csv", PLOT, GOOD + b"a,b,c\n", "row 3 is 'a,b,c'"),
+    ("infinite.csv", SIMULATE, TITLES + b"inf,8.0,False\n", "row 2"),
     ("scalers.csv", PLOT, b"step,scale,overflowed,scaler\n" + b"0,8.0,False,1\n" * 10_000, "holds no steps"),
+    # not hostile, but wrong
+    ("bad.toml", "demo --policy {}", b'kind = "dynamic"\ngrowth_intervall = 3\n', "did you mean 'growth_interval'"),
+    ("file.toml", "demo --steps 1 --out {}", b"", "file.toml: File exists"),
+    ("streak.toml", "demo --policy {} --steps 9", STREAK, "max_overflow_streak=2"),
+    ("good.csv", "simulate fixed {}", GOOD, "for a fixed scale pass its number, such as 1024"),
+    ("good.csv", "simulate nan {}", GOOD, "init_scale=nan must be a number from 2**-126 to"),
+    ("good.csv", "plot {} -o s.docx", GOOD, "s.docx must end in .png, .pdf, .svg"),
+    ("good.csv", "plot {} -o none/s.png", GOOD, "none/s.png: No such file or directory; make its folder first"),
+    ("good.csv", CONVERT, GOOD, "JSON or TOML (.json, .toml)"),
+    ("good.txt", SIMULATE, GOOD, "good.txt must be a .csv file"),
+    ("good.txt", CHECKPOINT, GOOD, "good.txt must be a file in JSON (.json), or written by torch.save"),
+    ("empty.csv", SIMULATE, b"", "empty.csv has no column step; it has nothing"),
+    ("titles.csv", SIMULATE, TITLES, "titles.csv holds no steps"),
+    ("short.csv", SIMULATE, TITLES + b"0,8.0\n", "row 2 is '0,8.0', but must hold 3 numbers"),
+    ("nothing.csv", SIMULATE, TITLES + b"0,0.0,False\n", "and a positive scale; delete the row"),
+    ("other.csv", SIMULATE, b"epoch,loss\n1,2\n", "has no column step; it has epoch, loss"),
+    ("number.json", CONVERT, b"3", "but must hold a dict of keys"),
+    ("object.json", CONVERT, b'{"loss": [1]}', "no tool has all of these keys; pass --from with one of torch"),
+    ("interval.json", CONVERT, b'{"growth_interval": 3}', "torch, megatron, flax have all of these keys; pass --from"),
+    ("there.json", "policy convert {} --from torch --to {}", b"{}", "there.json exists and is not overwritten"),
+    ("object.json", CHECKPOINT, b'{"loss": [1]}', "no known scaler under the names loss; pass its own part"),
+    ("flood.json", CHECKPOINT, FLOOD, "and 989 more"),
+    ("odd.json", CHECKPOINT, ODD, "save these names: scale, _growth_tracker; pass --from TOOL"),
+    ("odd.json", f"{CHECKPOINT} --from torch", ODD, "growth_tracker=inf"),
+    ("bad.toml", "run --trace scale.txt {}", b"", "--trace scale.txt must end in .csv"),
+    ("bad.toml", "run --trace none/scale.csv {}", b"", "the folder none does not exist"),
+    # not a file
+    ("folder.csv", SIMULATE, None, "folder.csv is a folder; pass a file in it"),
+    ("none.csv", SIMULATE, None, "none.csv: No such file or directory; pass the path of a file that exists"),
+    ("none.pt", CHECKPOINT, None, "none.pt: No such file or directory; pass the path of a file that exists"),
+    ("none.py", "run {}", None, "none.py is not a script"),
+    ("", "demo --weight nan", None, "--weight"),
+    ("", "--colour", None, "--colour"),
+    ("terabyte.csv", PLOT, None, "may have 67108864 at most"),
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Return a folder with the files, a FIFO, links to devices and a CSV file of a terabyte that takes no room."""
-    folder = tmp_path_factory.mktemp("hostile")
-    for name, _, content, _ in OF_TEXT:
-        (folder / name).write_bytes(content)
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with FIFOs, links to devices, a folder and a CSV file of a terabyte that takes no room."""
     for suffix in ("toml", "json", "csv"):
-        os.mkfifo(folder / f"fifo.{suffix}")
-        (folder / f"zero.{suffix}").symlink_to("/dev/zero")
-    with (folder / "terabyte.csv").open("wb") as file:
+        os.mkfifo(tmp_path / f"fifo.{suffix}")
+        (tmp_path / f"zero.{suffix}").symlink_to("/dev/zero")
+    (tmp_path / "folder.csv").mkdir()
+    with (tmp_path / "terabyte.csv").open("wb") as file:
         file.truncate(2**40)
-    return folder
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "command", "content", "words"), OF_TEXT, ids=lambda value: value if type(value) is str else ""
+    ("name", "command", "content", "words"), REFUSED, ids=lambda value: value if type(value) is str else ""
 )
-def test_a_hostile_text_is_refused_in_one_sentence(folder, name, command, content, words):
-    """It names what is wrong."""
-    first, *more = command.split(" -")
-    assert words in refused(run(*first.split(), name, *(f"-{each}" for each in " ".join(more).split()), cwd=folder))
+def test_a_text_is_refused_in_one_sentence(folder, name, command, content, words):
+    """It names what is wrong; the status is 2, and no file is changed."""
+    if content is not None:
+        (folder / name).write_bytes(content)
+    before = sorted(filter(Path.is_file, folder.rglob("*")))
+    assert words in refused(run(*command.replace("{}", name).split(), cwd=folder))
+    assert sorted(filter(Path.is_file, folder.rglob("*"))) == before
+    assert content is None or (folder / name).read_bytes() == content
 
 
 @pytest.mark.parametrize("name", ["fifo", "zero"])
 def test_nothing_waits_for_a_fifo_or_reads_a_device(folder, name):
     """The kind of the file is looked at before its content."""
     for command, suffix in ((POLICY, "toml"), (CONVERT, "json"), (CHECKPOINT, "json"), (SIMULATE, "csv")):
-        assert "pass a regular file" in refused(run(*command.split(), f"{name}.{suffix}", cwd=folder))
-
-
-def test_a_large_trace_is_refused_by_its_size(folder):
-    """Before a byte is read."""
-    assert "may have 67108864 at most" in refused(run("plot", "terabyte.csv", "-o", "p.png", cwd=folder))
+        assert "pass a regular file" in refused(run(*command.format(f"{name}.{suffix}").split(), cwd=folder))
 
 
 def test_hostile_texts_take_less_than_300_megabytes(folder):
     """The largest memory of a process that reads them all."""
     program = (
         "import json, re, sys; from tests.command.commanding import run\n"
-        "for command, name in json.loads(sys.argv[1]): run(*command.split(), name)\n"
+        "for command in json.loads(sys.argv[1]): run(*command.split())\n"
         "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
     )
-    commands = [(command, name) for name, command, _, _ in OF_TEXT if command != PLOT]
+    commands = []
+    for name, command, content, _ in REFUSED:
+        if content is not None and command in (POLICY, CONVERT, CHECKPOINT, SIMULATE):
+            (folder / name).write_bytes(content)
+            commands.append(command.format(name))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT)])}
     arguments = [sys.executable, "-c", program, json.dumps(commands)]
     done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=True)
