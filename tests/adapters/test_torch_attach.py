@@ -295,3 +295,27 @@ def test_copies_and_pickles():
         weight.grad = None
         other.scale(other.attach(weight * 2, 3 * weight).sum()).backward()
         assert torch.equal(weight.grad, torch.full((3,), 20.0))
+
+
+def test_a_copy_of_a_layer_shares_the_scaler_of_its_attached_loss():
+    """After skips the auxiliary gradients have the scale of the others."""
+    scaler, layer = GradScaler("cpu", init_scale=16.0), nn.Linear(2, 2, bias=False)
+    layer.attach = scaler.attach
+    layer = copy.deepcopy(layer)
+    optimizer, before = torch.optim.SGD(layer.parameters(), lr=1.0), layer.weight.detach().clone()
+    for value in (torch.inf, torch.inf, 0.0):
+        optimizer.zero_grad()
+        scaler.scale(layer.attach(layer(torch.full((1, 2), value)), layer.weight.sum()).sum() * 0.0).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    torch.testing.assert_close(before - layer.weight, torch.ones(2, 2))
+
+
+def test_an_attached_loss_with_another_scaler_is_told():
+    """As in a model that was loaded, or a scaler that was made a second time."""
+    layer, new = Router(GradScaler("cpu").attach, "()"), GradScaler("cpu")
+    with pytest.warns(UserWarning, match="an attached loss takes its loss scale from a scaler that has"):
+        new.scale(layer(torch.ones(1, 8)).sum()).backward()
+    layer.attach = new.attach
+    new.scale(layer(torch.ones(1, 8)).sum()).backward()  # another warning would be an error

@@ -1,8 +1,12 @@
 """`GradScaler.attempts`: a step is taken again at the lower scale, as if the run had begun there."""
 
 import contextlib
+import gc
+import json
+import logging
 import math
 import random
+import weakref
 from functools import partial
 
 import numpy as np
@@ -14,12 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
-from lossscale_core.errors import CallOrderError, PolicyError, RetriesExhaustedError
+from lossscale_core.errors import CallOrderError, RetriesExhaustedError
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_distributed import _local, _on_ranks
+from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, copies, one, same, two
 from tests.torch_versions import FSDP2
-
-FUSED = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 
 
 class Noting(nn.Module):
@@ -34,116 +37,141 @@ class Noting(nn.Module):
         return x
 
 
-class Run:
-    """A model with BatchNorm and Dropout in float16, whose step draws from all generators."""
+@EITHER_KIND
+def test_the_bits_are_those_of_a_run_that_began_at_the_scale_that_was_found(fused):
+    """From 2**30 with 30 retries no batch is lost; buffers and random states are put back before each try."""
 
-    def __init__(self, fused=False, init_scale=2.0**16, **settings):
+    def run(init_scale, retries):
         torch.manual_seed(0)
         random.seed(1)
         np.random.seed(1)
         layers = nn.Linear(8, 16), nn.BatchNorm1d(16), Noting(), nn.Dropout(0.3), nn.Linear(16, 1)
-        self.model = nn.Sequential(*layers)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=fused)
-        self.scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=10**6, **settings)
-        self.applied = 0
-
-    def body(self, batch):
-        self.optimizer.zero_grad()
-        for part in batch.chunk(2):
-            noise = torch.tensor(np.random.rand(), dtype=torch.float32) + random.random()
-            with torch.autocast("cpu", torch.float16):
-                loss = self.model(part * noise).float().square().mean() * 40
-            self.scaler.scale(loss).backward()
-        self.scaler.unscale_and_clip_(self.optimizer, 1.0)
-        self.scaler.step(self.optimizer)
-        return self.scaler.update()
-
-    def run(self, steps, **settings):
-        for step in range(steps):
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=10**6)
+        for step in range(30):
             batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-            for attempt in self.scaler.attempts(self.model, **settings):  # noqa: B007  # used after the loop
-                self.body(batch)
-            self.applied += bool(attempt.info)
-        return self
+            for attempt in scaler.attempts(model, retries=retries):  # noqa: B007  # used after the loop
+                optimizer.zero_grad()
+                for part in batch.chunk(2):
+                    noise = torch.tensor(np.random.rand(), dtype=torch.float32) + random.random()
+                    with torch.autocast("cpu", torch.float16):
+                        loss = model(part * noise).float().square().mean() * 40
+                    scaler.scale(loss).backward()
+                scaler.unscale_and_clip_(optimizer, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            assert attempt.info
+        return scaler, [*model.parameters(), *model.buffers()]
 
-    def tensors(self):
-        return [*self.model.parameters(), *self.model.buffers()]
-
-
-@FUSED
-def test_the_bits_are_those_of_a_run_that_began_at_the_scale_that_was_found(fused):
-    """From 2**30 with 30 retries no batch is lost; buffers and random states are put back before each try."""
-    found = Run(fused, init_scale=2.0**30).run(40, retries=30)
-    began = Run(fused, init_scale=found.scaler.get_scale()).run(40, retries=0)
-    assert (found.applied, began.applied) == (40, 40)
-    assert all(torch.equal(a, b) for a, b in zip(found.tensors(), began.tensors(), strict=True))
-    assert found.scaler.metrics()["skipped_steps"] > 5
-
-
-def _step(run, is_bad):
-    run.optimizer.zero_grad()
-    run.scaler.scale(run.model(torch.ones(16, 8)).square().mean()).backward()
-    if is_bad:
-        run.model[0].weight.grad[0, 0] = float("nan")
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
+    scaler, found = run(2.0**30, retries=30)
+    assert scaler.metrics()["skipped_steps"] > 5
+    _, began = run(scaler.get_scale(), retries=0)
+    assert same(found, began)
 
 
-def _steps(run, bad, **settings):
-    for is_bad in bad:
-        for _ in run.scaler.attempts(run.model, **settings):
-            _step(run, is_bad)
+# -- ways out of a loop ------------------------------------------------------------------------------------------------
 
 
-@FUSED
-def test_a_gradient_that_overflows_at_every_scale_costs_one_backoff(fused):
-    """The scale after used-up retries is that of the run without them; a warning names the scales, at the loop."""
-    run, plain = Run(fused, init_scale=512.0), Run(fused, init_scale=512.0)
-    with pytest.warns(UserWarning, match="overflowed in 4 tries, at the loss scales 512, 256, 128, 64;") as caught:
-        _steps(run, [False, True, False], retries=3)
-    assert [each.filename for each in caught] == [__file__]
+@EITHER_KIND
+@pytest.mark.parametrize("how", ["used up", "break", "error"])
+def test_a_gradient_that_overflows_at_every_scale_costs_one_backoff(how, fused):
+    """State and buffers are then those after one skipped step; a warning at the loop names the scales."""
+    loop, plain = (Loop(fused, init_scale=512.0) for _ in range(2))
     for is_bad in (False, True, False):
-        _step(plain, is_bad)
-    assert run.scaler.state_dict() == plain.scaler.state_dict()
-    with pytest.raises(RetriesExhaustedError, match="at the loss scales 256, 128;"):
-        _steps(run, [True], retries=1, raise_at_end=True)
-
-
-@FUSED
-@pytest.mark.parametrize("how", ["break", "error"])
-def test_a_loop_that_is_left_after_several_tries_costs_one_backoff(fused, how):
-    """As one that used up its retries."""
-    run, plain = Run(fused, init_scale=512.0), Run(fused, init_scale=512.0)
-    for bad in (False, True, False):
-        _step(plain, bad)
-    _steps(run, [False])
-    with pytest.raises(KeyError) if how == "error" else contextlib.nullcontext():
-        for attempt in run.scaler.attempts(run.model):
-            _step(run, True)
+        plain.step(is_bad)
+    loop.retry()
+    before = loop.buffers()
+    text = "overflowed in 4 tries, at the loss scales 512, 256, 128, 64;"
+    expected = {"used up": pytest.warns(UserWarning, match=text), "error": pytest.raises(KeyError)}
+    with expected.get(how, contextlib.nullcontext()) as caught:
+        for attempt in loop.scaler.attempts(loop.model, retries=3):
+            loop.step(is_bad=True)
             if attempt.number == 2 and how == "error":
                 raise KeyError
-            if attempt.number == 2:
+            if attempt.number == 2 and how == "break":
                 break
-    _steps(run, [False])
-    assert run.scaler.state_dict() == plain.scaler.state_dict()
+    assert how != "used up" or [each.filename for each in caught] == [__file__]
+    assert same(before, loop.buffers())
+    loop.retry()
+    assert loop.scaler.state_dict() == plain.scaler.state_dict()
 
 
-@FUSED
-def test_no_try_is_taken_again_at_the_smallest_scale(fused):
-    """It would overflow as before; the loop ends as with used-up retries."""
-    run = Run(fused)
-    run.scaler = GradScaler("cpu", policy=DynamicScaling(init_scale=4.0, min_scale=1.0))
-    with pytest.raises(RetriesExhaustedError, match="overflowed in 3 tries, at the loss scales 4, 2, 1;"):
-        _steps(run, [True], retries=20, raise_at_end=True)
-    assert run.scaler.get_scale() == 2.0
+@EITHER_KIND
+@pytest.mark.parametrize(
+    ("retries", "text"), [(1, "in 2 tries, at the loss scales 4, 2;"), (20, "in 3 tries, at the loss scales 4, 2, 1;")]
+)
+def test_used_up_retries_may_be_an_error(retries, text, fused):
+    """No try is taken again at the smallest scale, where it would overflow as before."""
+    loop = Loop(fused, policy=DynamicScaling(init_scale=4.0, min_scale=1.0))
+    with pytest.raises(RetriesExhaustedError, match=text):
+        loop.retry(INF, retries=retries, raise_at_end=True)
+    assert loop.scaler.get_scale() == 2.0
 
 
-def _take(scaler, model, optimizer, factor=1.0):
-    """Take a step with a loss that is multiplied by a factor."""
-    optimizer.zero_grad()
-    scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
-    scaler.step(optimizer)
-    scaler.update()
+WAYS_OUT = ("break", "error", "no update", "skip", "skip before a loss")
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("how", WAYS_OUT)
+def test_a_body_without_a_step_leaves_nothing(how, fused):
+    """It runs once; buffers come back, no record is left, and random states stay, so that new numbers follow."""
+    loop = Loop(fused)
+    before, state = loop.buffers(), torch.get_rng_state()
+    with contextlib.suppress(KeyError, CallOrderError):
+        for attempt in loop.scaler.attempts(loop.model):  # noqa: B007  # used after the loop
+            outputs = loop.model(torch.full((8, 4), math.nan))
+            if how != "skip before a loss":
+                loop.scaler.scale(outputs.sum()).backward()
+                loop.scaler.unscale_(loop.optimizer)
+            if how == "break":
+                break
+            if how == "error":
+                raise KeyError
+            if how != "no update":
+                loop.scaler.skip(loop.optimizer)
+                loop.scaler.update()
+    assert same(before, loop.buffers())
+    assert torch.equal(state, torch.get_rng_state())
+    assert (attempt.number, bool(attempt.info)) == (0, False)
+    assert loop.retry().info
+
+
+@pytest.mark.parametrize("how", ["break", "post hook"])
+def test_a_loop_that_is_left_after_a_step_keeps_its_buffers(how):
+    """The parameters have moved, and the statistics belong to them."""
+    loop = Loop()
+    if how == "post hook":
+        loop.optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    before, weight = loop.buffers(), loop.model[0].weight.detach().clone()
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in loop.scaler.attempts(loop.model):
+            loop.backward()
+            loop.scaler.step(loop.optimizer)
+            break
+    assert not torch.equal(weight, loop.model[0].weight)
+    assert not same(before, loop.buffers())
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_a_loop_that_is_held_and_left_undoes_nothing_later(is_bad, fused):
+    """Its iterator ends while another step is unscaled; that one is not unscaled again, and keeps its statistics."""
+    moved = []
+    for is_held in (False, True):
+        loop = Loop(fused)
+        tries = loop.scaler.attempts(loop.model) if is_held else [None]
+        for _ in tries:
+            loop.step(is_bad)
+            break
+        loop.model.load_state_dict(Loop().model.state_dict())
+        loop.backward(torch.ones(8, 4))
+        loop.scaler.unscale_(loop.optimizer)
+        del tries
+        loop.scaler.step(loop.optimizer)
+        assert loop.scaler.update().applied
+        moved.append([*loop.model.parameters(), *loop.model.buffers()])
+    assert same(*moved)
 
 
 ENDS = {
@@ -158,29 +186,85 @@ ENDS = {
 @pytest.mark.parametrize(("settings", "factor"), ENDS.values(), ids=ENDS)
 def test_a_step_that_no_lower_scale_saves_is_not_taken_again(settings, factor):
     """A spike, an overflow under a policy that does not adapt, a loss that is not finite, a scaler that is disabled."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", **settings)
-    tries = 0
+    loop = Loop(**settings)
+    tries, batch = 0, torch.randn(8, 4)
     for each in (1.0, 1.0, factor):
-        for attempt in scaler.attempts(model):
+        before = loop.buffers()
+        for attempt in loop.scaler.attempts(loop.model):
             tries += 1
             assert attempt.info is None
-            _take(scaler, model, optimizer, each)
+            loop.step(batch=batch, factor=each)
     assert tries == 3
-    assert bool(attempt.info) is (not scaler.is_enabled())
+    assert bool(attempt.info) is not loop.scaler.is_enabled()
+    assert same(before, loop.buffers()) is loop.scaler.is_enabled()
 
 
-def test_a_step_that_the_body_skips_is_not_taken_again():
-    """The user has decided."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
-    for attempt in scaler.attempts(model):  # noqa: B007  # used after the loop
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-        scaler.skip(optimizer)
-        scaler.update(scaler.get_scale())
-    assert (attempt.number, bool(attempt.info)) == (0, False)
+# -- what a body is ----------------------------------------------------------------------------------------------------
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("how", ["alone", "joint", "updates each"])
+def test_an_optimizer_that_was_applied_is_left_alone_in_later_tries(how, fused):
+    """Each steps once for a batch; decided together, both move with the bits of the scale that fits."""
+    runs = []
+    for init_scale in (2.0**40, 2.0**20):
+        params, optimizers = map(list, two(fused, lr=0.1, momentum=0.9))
+        policy = DynamicScaling(init_scale=init_scale, max_scale=2.0**60)
+        scaler = GradScaler("cpu", policy=policy, updates_per_step=1 + (how == "updates each"))
+        for attempt in scaler.attempts(retries=60):  # noqa: B007  # used after the loop
+            for each in optimizers:
+                each.zero_grad()
+            scaler.scale(params[0].square().sum() * 1e-3 + params[1].sum() * 2.0**100).backward()
+            if how == "joint":
+                scaler.unscale_and_clip_(optimizers, INF)
+            results = []
+            for each in optimizers:
+                results.append(scaler.step(each))
+                if how == "updates each" or each is optimizers[-1]:
+                    info = scaler.update()
+            assert how == "joint" or info.applied_of(optimizers[0])
+        assert results[0] is None
+        assert attempt.info is scaler.last_step
+        assert attempt.info
+        assert attempt.scales == [init_scale * 0.5**n for n in range(attempt.number + 1)]
+        assert (attempt.number > 5) is (init_scale > 2.0**30)
+        runs.append([*params, *(state["momentum_buffer"] for each in optimizers for state in each.state.values())])
+        assert params[0].item() == pytest.approx(1.0 - 0.1 * 2e-3)  # one step
+    assert same(*runs)
+
+
+def test_gradients_of_a_skipped_optimizer_do_not_add_up():
+    """The body skips one and does not clear it; each try begins without its gradients."""
+    params, optimizers = two()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for attempt in scaler.attempts(retries=3):
+        scaler.scale(sum(params).sum()).backward()
+        if attempt.number < 2:
+            params[1].grad.fill_(INF)
+        scaler.skip(optimizers[0])
+        scaler.step(optimizers[1])
+        scaler.update()
+    assert (attempt.number, params[0].grad.item()) == (2, 1.0)
+
+
+def test_the_log_and_the_streak_count_a_loop_once(caplog):
+    """A scale that begins too high skips no batch: nothing is logged, and `max_overflow_streak` is not reached."""
+    caplog.set_level(logging.WARNING, "lossscale")
+    policy = DynamicScaling(init_scale=2.0**28, growth_interval=10**6, max_overflow_streak=3)
+    (param, optimizer), scaler = one(lr=0.0), GradScaler("cpu", policy=policy)
+    for _ in range(40):
+        for attempt in scaler.attempts(retries=30):  # noqa: B007  # used after the loop
+            optimizer.zero_grad()
+            scaler.scale(param.sum() * 2.0**118).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert attempt.info
+    assert scaler.metrics()["skipped_steps"] > 10
+    assert not caplog.records
+    assert "too often" not in scaler.diagnose()
+    resumed = GradScaler("cpu")
+    resumed.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    assert resumed.diagnose() == scaler.diagnose()
 
 
 def test_a_lazy_module():
@@ -192,29 +276,10 @@ def test_a_lazy_module():
             scaler.scale(model(torch.randn(4, 2)).sum()).backward()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             if attempt.number < tries - 1:
-                model[0].weight.grad.fill_(float("inf"))
+                model[0].weight.grad.fill_(INF)
             scaler.step(optimizer)
             scaler.update()
     assert model[1].num_batches_tracked.item() == 2
-
-
-@pytest.mark.parametrize("how", ["break", "raise", "no update"])
-def test_a_body_that_is_left_before_update_leaves_no_record(how):
-    """The next step begins anew."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
-    with contextlib.suppress(KeyError, CallOrderError):
-        for _ in scaler.attempts(model):
-            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-            scaler.unscale_(optimizer)
-            if how == "break":
-                break
-            if how == "raise":
-                raise KeyError
-    for attempt in scaler.attempts(model):  # noqa: B007  # used after the loop
-        _take(scaler, model, optimizer)
-    assert attempt.info
 
 
 @pytest.mark.parametrize(
@@ -227,46 +292,31 @@ def test_a_body_that_is_left_before_update_leaves_no_record(how):
 )
 def test_a_body_that_is_not_one_step(updates, depth, sentence):
     """No update, two, and a loop within a loop."""
-    run = Run()
+    loop = Loop()
 
-    def loop(depth):
-        for _ in run.scaler.attempts(run.model):
+    def retry(depth):
+        for _ in loop.scaler.attempts(loop.model):
             if depth > 1:
-                loop(depth - 1)
+                retry(depth - 1)
             for _ in range(updates):
-                _step(run, is_bad=False)
+                loop.step()
 
     with pytest.raises(CallOrderError, match=sentence):
-        loop(depth)
+        retry(depth)
 
 
-def test_wrong_arguments():
-    """They are refused when the loop is made."""
-    scaler = GradScaler("cpu")
-    with pytest.raises(PolicyError, match="retries=-1"):
-        scaler.attempts(retries=-1)
-    with pytest.raises(TypeError, match=r"given str; it takes modules: scaler.attempts\(model\)"):
-        scaler.attempts("model")
+def test_retries_keep_no_model_alive():
+    """Nor the scaler, also where the model holds it."""
+    loop = Loop()
+    loop.model.attach = loop.scaler.attach
+    loop.retry()
+    refs = [weakref.ref(each) for each in (loop.scaler, loop.model)]
+    del loop
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
 
 
-@FUSED
-def test_updates_per_step(fused):
-    """A try ends at the last update of a step, and an overflow of the first optimizer is tried again with all."""
-    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, fused=fused) for each in models]
-    scaler = GradScaler("cpu", init_scale=1024.0, updates_per_step=2)
-    for attempt in scaler.attempts(*models):
-        for each in optimizers:
-            each.zero_grad()
-        scaler.scale(sum(model(torch.ones(1, 2)).sum() for model in models)).backward()
-        if attempt.number < 2:
-            models[0].weight.grad.fill_(float("inf"))
-        for each in optimizers:
-            scaler.step(each)
-            scaler.update()
-    assert attempt.info is scaler.last_step
-    assert attempt.info
-    assert (attempt.number, attempt.scales) == (2, [1024.0, 512.0, 256.0])
+# -- ranks -------------------------------------------------------------------------------------------------------------
 
 
 def _on_a_rank(rank, world_size, kind, fused):
@@ -296,29 +346,25 @@ def _on_a_rank(rank, world_size, kind, fused):
                 scaler.update()
             assert attempt.info
         scaler.check_sync()
-        return scaler, [*_local(model), *model.buffers()]
+        return scaler, copies([*_local(model), *model.buffers()])
 
     scaler, found = run(2.0**30)
     assert scaler.metrics()["skipped_steps"] > 5
     _, began = run(scaler.get_scale())
-    assert all(torch.equal(a, b) for a, b in zip(found, began, strict=True))
+    assert same(found, began)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "group", FSDP2])
-@FUSED
+@EITHER_KIND
 def test_ranks_take_the_same_tries(kind, fused):
     """With micro-batches under `no_sync`, different parameters on each rank, and sharded ones."""
     _on_ranks(2, partial(_on_a_rank, kind=kind, fused=fused))
 
 
 def _bad_loss_on_one_rank(rank, world_size):
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
-    for attempt in scaler.attempts(model):  # noqa: B007  # used after the loop
-        scaler.scale(model(torch.full((1, 8), math.nan if rank else 1.0)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    loop = Loop(process_group=dist.group.WORLD)
+    for attempt in loop.scaler.attempts(loop.model):  # noqa: B007  # used after the loop
+        loop.step(factor=math.nan if rank else 1.0)
     assert (attempt.number, bool(attempt.info)) == (0, False)
 
 

@@ -1,169 +1,257 @@
-"""Loops that differ from one loss, one step and one update: losses by hand, several optimizers, steps left out."""
+"""Random loops around a scaler: whatever is called in whatever order, each step is the one that a model expects."""
 
+import copy
+import math
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, state_to_dict
 from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
+from lossscale_torch.hooks import Hook
+from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.test_torch_other_packages import EITHER_KIND, _one
+from tests.adapters.torch_steps import INF, one
+from tests.sweeping import IS_SWEEP
 
-
-def _two(fused=False):
-    return zip(*(_one(fused) for _ in range(2)), strict=True)
-
-
-def _moved(param, call, *args):
-    before = param.item()
-    call(*args)
-    return before - param.item()
-
-
-# -- which scale the gradients have ------------------------------------------------------------------------------------
-
+MAX_NORM = 0.5
 WAYS = {
     "scale": lambda scaler, loss: scaler.scale(loss),
     "get_scale": lambda scaler, loss: loss * scaler.get_scale(),
     "_scale": lambda scaler, loss: loss * scaler._scale,
     "attach": lambda scaler, loss: scaler.attach(torch.ones(1, requires_grad=True), loss).sum(),
 }
+CALLS = ("step", "step", "unscale_", "clip", "joint clip", "skip", "unscale_ and skip", "unscale_ alone")
+EARLY = ("step", "unscale_", "clip", "joint clip")
+"""Calls that may come before there are gradients: they find nothing, and the step checks those that come."""
+POLICIES = (
+    DynamicScaling(init_scale=1024.0, growth_interval=1),
+    DynamicScaling(init_scale=1024.0, growth_interval=3, growth_factor=1.7, hysteresis=2, cooldown=1),
+    FixedScaling(8.0),
+    NoScaling(),
+)
+EVENTS = ("interval", "factor", "scale", "load", "copy", "pickle")
 
 
-@EITHER_KIND
-@pytest.mark.parametrize("first", WAYS)
-@pytest.mark.parametrize("second", WAYS)
-def test_two_losses_and_an_update_after_each(first, second, fused):
-    """However each was scaled, its gradients have the scale of then; nothing warns. A GAN is such a loop.
+class Turn(NamedTuple):
+    """What a step does with one optimizer."""
 
-    Where a loss is multiplied by hand, `place_on` says so.
-    """
-    params, optimizers = _two(fused)
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    scaler.place_on("cpu")
-    for number in range(1, 5):
-        for way, param, optimizer in zip((first, second), params, optimizers, strict=True):
-            optimizer.zero_grad(set_to_none=number % 2 == 0)
-            WAYS[way](scaler, param.sum()).backward()
-            assert _moved(param, scaler.step, optimizer) == 1.0
-            scaler.update()
-    assert scaler.get_scale() == 1024.0 * 2.0**8
+    number: int
+    way: str
+    call: str
+    gradient: float | None
+    is_early: bool
+    is_vetoed: bool
+    has_another_loss: bool
+    """Whether a loss of something else is scaled before the optimizer is stepped."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its gradients count."""
+        return self.gradient is not None and self.call != "skip"
+
+    @property
+    def steps(self) -> bool:
+        """Whether `step` is called."""
+        return not self.call.endswith(("skip", "alone"))
 
 
-@EITHER_KIND
-@pytest.mark.parametrize("call", ["unscale_", "clip", "joint clip"])
-def test_unscale_before_there_are_gradients(fused, call):
-    """It finds nothing, so the optimizer stays ready: its gradients are unscaled and checked when they are there."""
-    params, optimizers = _two(fused)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    for value, expected in ((1.0, 1.0), (float("inf"), 0.0)):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        scaler.scale(params[0].sum()).backward()
-        loss = scaler.scale((params[1] * value).sum())
-        if call == "unscale_":
-            scaler.unscale_(optimizers[1])
+def _overflows(turn):
+    return turn.is_checked and not math.isfinite(turn.gradient)
+
+
+class Step(NamedTuple):
+    """What a step does: the turns in their order, a scale for `update`, and what comes after it."""
+
+    turns: list[Turn]
+    new_scale: float | None
+    event: str | None
+
+
+def _turns():
+    gradients = st.sampled_from([1.0] * 6 + [INF, math.nan, None])
+    rarely = st.sampled_from([False] * 5 + [True])
+    numbers, ways = st.integers(0, 2), st.sampled_from([*WAYS])
+    early = st.builds(Turn, numbers, ways, st.sampled_from(EARLY), gradients, st.just(True), rarely, rarely)
+    turns = st.builds(Turn, numbers, ways, st.sampled_from(CALLS), gradients, st.just(False), rarely, rarely)
+    turns = turns.filter(lambda turn: turn.gradient is not None or turn.call != "unscale_ alone")  # which does nothing
+    return st.lists(turns | turns | early, min_size=1, max_size=3, unique_by=lambda turn: turn.number)
+
+
+STEPS = st.builds(
+    Step, _turns(), st.sampled_from([None] * 8 + [16.0]), st.sampled_from([None] * 2 * len(EVENTS) + [*EVENTS])
+)
+
+
+class _Veto(Hook):
+    """Vetoes the steps of optimizers that are marked."""
+
+    def before_step(self, scaler, optimizer, record):
+        """Raise the flag."""
+        record["found_inf_per_device"]["veto"] = float(optimizer.param_groups[0].get("is_vetoed", False))
+
+
+class _Loop:
+    """A loop with three optimizers; they share each loss, or have each their own."""
+
+    def __init__(self, policy, device, kinds, updates_each):
+        self.policy, self.device, self.kinds, self.updates_each = policy, device, kinds, updates_each
+        self.params, self.optimizers = zip(*(one(fused, device) for fused in kinds), strict=True)
+        self.scaler: Any = GradScaler(
+            device, policy=policy, hooks=[_Veto()], updates_per_step=len(kinds) if updates_each else 1
+        )
+        self.scaler.place_on(device)  # losses may be multiplied by hand
+        self.expected: Any = policy.init_state()
+        self.was_plain = False
+
+    def run(self, step):
+        """Take a step, and require what it should do."""
+        self._prepare(step)
+        before, reads = [param.item() for param in self.params], Emulated.reads
+        clipped = [each for each in step.turns if each.call == "joint clip"]
+        if clipped:
+            self.scaler.unscale_and_clip_([self.optimizers[each.number] for each in clipped], MAX_NORM)
+        for each in step.turns:
+            if each.is_early:
+                self._call(each)
+                self._backward(each)
+        for index, each in enumerate(step.turns):
+            if not each.is_early:
+                self._call(each)
+            if each.has_another_loss:
+                self.scaler.scale(torch.ones((), device=self.device))
+            if each.steps:
+                self.scaler.step(self.optimizers[each.number])
+            elif each.call.endswith("skip"):
+                self.scaler.skip(self.optimizers[each.number])
+            calls = len(Emulated.calls)
+            is_last = index == len(step.turns) - 1
+            if self.updates_each or is_last:
+                # The first of several updates of a step may have the new scale.
+                info = self.scaler.update(
+                    step.new_scale if index == 0 or not self.updates_each else None, end_of_step=is_last
+                )
+        calls, reads = len(Emulated.calls) - calls, Emulated.reads - reads
+        self._require(step, info, [was - now.item() for was, now in zip(before, self.params, strict=True)])
+        self._require_few_reads(step, info, reads, calls)
+        self._come_between(step.event)
+
+    def _prepare(self, step):
+        for each in step.turns:
+            self.optimizers[each.number].zero_grad()
+            self.optimizers[each.number].param_groups[0]["is_vetoed"] = each.is_vetoed
+        for each in step.turns:
+            if not each.is_early:
+                self._backward(each)
+
+    def _backward(self, turn):
+        if turn.gradient is None:
+            return
+        param = self.params[turn.number]
+        if self.device == "cpu":
+            WAYS[turn.way](self.scaler, (param * turn.gradient).sum()).backward()
         else:
-            scaler.unscale_and_clip_(optimizers if call == "joint clip" else optimizers[1], 10.0)
-        loss.backward()
-        assert _moved(params[1], scaler.step, optimizers[1]) == expected
-        scaler.update()
+            param.grad = self.scaler.scale(torch.full((1,), turn.gradient, device=self.device))
+
+    def _call(self, turn):
+        if turn.call.startswith("unscale_"):
+            self.scaler.unscale_(self.optimizers[turn.number])
+        elif turn.call == "clip":
+            self.scaler.unscale_and_clip_(self.optimizers[turn.number], MAX_NORM)
+
+    def _require(self, step, info, moves):
+        turns, before = step.turns, self.expected
+        joint = [each for each in turns if each.call == "joint clip" and each.is_checked and not each.is_early]
+        applied, expected = {}, [0.0] * len(moves)
+        for each in turns:
+            together = joint if each in joint else [each]
+            applied[each.number] = each.steps and not any(map(_overflows, together)) and not each.is_vetoed
+            if applied[each.number] and each.gradient is not None:
+                is_clipped = each.call.endswith("clip") and not each.is_early
+                expected[each.number] = MAX_NORM / len(together) ** 0.5 if is_clipped else 1.0
+        assert moves == pytest.approx(expected, rel=1e-5)
+        is_checked, overflowed = any(each.is_checked for each in turns), any(map(_overflows, turns))
+        is_vetoed = any(each.is_vetoed and each.steps for each in turns) and not overflowed
+        if step.new_scale is not None:
+            self.expected = before._replace(loss_scale=np.float32(step.new_scale))
+        elif is_checked and not is_vetoed:
+            self.expected = self.policy.update(before, not overflowed)
+        assert {number: bool(info.applied_of(self.optimizers[number])) for number in applied} == applied
+        scales, streak = (before.loss_scale, self.expected.loss_scale), self.expected.overflow_streak
+        assert [float(each) for each in info] == [all(applied.values()), *scales, streak, overflowed, False]
+        has_none = not is_checked and any(applied.values())
+        assert ("no gradients to check" in self.scaler.diagnose()) is has_none
+        saved = self.scaler.state_dict()
+        assert {name: saved[name] for name in self.expected._fields} == self.expected._asdict()
+
+    def _require_few_reads(self, step, info, reads, calls):
+        """Require that only an ordinary optimizer waits, and that such steps leave the state on the host."""
+        waits = any(not self.kinds[each.number] and (each.steps or "clip" in each.call) for each in step.turns)
+        assert waits or reads == 0
+        is_plain = not any(self.kinds) and all(each.steps and each.gradient == 1.0 for each in step.turns)
+        if is_plain and self.was_plain and step.new_scale is None:
+            assert type(info.applied) is bool
+            assert calls == 0 or info.loss_scale_used != info.loss_scale_after
+        self.was_plain = is_plain and step.event is None
+
+    def _come_between(self, event):
+        scaler = self.scaler
+        if event in ("interval", "factor") and isinstance(self.policy, DynamicScaling):
+            if event == "interval":
+                scaler.set_growth_interval(1 + self.policy.growth_interval % 4)
+            else:
+                scaler.set_growth_factor(1.0 + self.policy.growth_factor / 2)
+            self.policy = scaler.policy
+        elif event == "scale":
+            scaler.update(32.0)
+            self.expected = self.expected._replace(loss_scale=np.float32(32.0))
+        elif event == "load":
+            self.expected = self.policy.init_state()
+            scaler.load_state_dict(state_to_dict(self.expected, self.policy))
+        elif event in ("copy", "pickle") and self.device == "cpu":
+            self.scaler = copy.deepcopy(scaler) if event == "copy" else pickle.loads(pickle.dumps(scaler))
+            self.scaler.place_on(self.device)
 
 
-# -- several optimizers ------------------------------------------------------------------------------------------------
+@settings(max_examples=2000 if IS_SWEEP else 150, deadline=None)
+@given(
+    st.sampled_from(POLICIES), st.sampled_from(["cpu", "mps"]), st.lists(st.booleans(), min_size=3, max_size=3),
+    st.booleans(), st.lists(STEPS, max_size=8),
+)  # fmt: skip
+def test_random_loops(policy, device, kinds, updates_each, steps):
+    """Each optimizer moves by its gradient or not at all, and state and outcome are the policy's, bit for bit.
+
+    On a device only an ordinary optimizer that is stepped or clipped makes the host wait.
+    """
+    with Emulated("mps"):
+        loop = _Loop(policy, device, kinds, updates_each)
+        for step in steps:
+            loop.run(step)
 
 
-@EITHER_KIND
-@pytest.mark.parametrize("bad", [0, 1])
-def test_each_optimizer_tells_whether_it_moved(fused, bad):
-    """`applied_of` is what a schedule or an average of one optimizer's parameters asks."""
-    params, optimizers = _two(fused)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    for is_spoilt in (False, True, False):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        scaler.scale(sum(params).sum()).backward()
-        if is_spoilt:
-            params[bad].grad.fill_(float("nan"))
-        moves = [_moved(param, scaler.step, each) for param, each in zip(params, optimizers, strict=True)]
-        info = scaler.update()
-        assert [bool(info.applied_of(optimizer)) for optimizer in optimizers] == [move == 1.0 for move in moves]
-        assert bool(info.applied) is all(moves) is not is_spoilt
-        assert info._replace(overflow_streak=5).applied_of(optimizers[1 - bad]) == info.applied  # a copy of the fields
-        with pytest.raises(CallOrderError, match=r"SGD that took no part .* pass the object that was passed to"):
-            info.applied_of(_one()[1])
-    assert scaler.get_scale() == 512.0
-
-
-@EITHER_KIND
-def test_an_update_after_each_of_two_optimizers(fused):
-    """With `updates_per_step=2`, which Accelerate needs, one scale divides both, and one loss counts as one step."""
-    params, optimizers = _two(fused)
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1, updates_per_step=2)
-    for value, moves, scale in ((1.0, (1.0, 1.0), 2048.0), (float("inf"), (0.0, 1.0), 1024.0)):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        scaler.scale((params[0] * value + params[1]).sum()).backward()
-        for param, optimizer, move in zip(params, optimizers, moves, strict=True):
-            assert _moved(param, scaler.step, optimizer) == move
-            scaler.update()
-        assert (scaler.get_scale(), scaler.metrics()["steps"]) == (scale, 1 + (value != 1.0))
-
-
-@EITHER_KIND
-def test_a_joint_clip_before_an_update_after_each_of_two_optimizers(fused):
-    """With `updates_per_step=2` what both were clipped by lasts until the step of the second."""
-    params, optimizers = _two(fused)
-    scaler = GradScaler("cpu", init_scale=1024.0, updates_per_step=2)
-    scaler.scale(sum(params).sum()).backward()
-    assert scaler.unscale_and_clip_(optimizers, 10.0).item() == pytest.approx(2.0**0.5)
-    for param, optimizer in zip(params, optimizers, strict=True):
-        assert _moved(param, scaler.step, optimizer) == 1.0
-        assert scaler.update().applied
-
-
-# -- steps that are left out or refused --------------------------------------------------------------------------------
-
-
-@EITHER_KIND
-@pytest.mark.parametrize("looks_first", [False, True])
-def test_a_user_decides_to_skip(fused, looks_first):
-    """Nothing moves, and `update` ends the step; what `unscale_` has found counts, an overflow, too."""
-    param, optimizer = _one(fused)
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    for skips, value in ((True, 1.0), (False, 1.0), (True, 1.0), (True, float("inf"))):
-        optimizer.zero_grad()
-        scaler.scale((param * value).sum()).backward()
-        if looks_first:
-            scaler.unscale_(optimizer)
-        assert _moved(param, scaler.skip if skips else scaler.step, optimizer) == (0.0 if skips else 1.0)
-        info = scaler.update()
-        assert bool(info.applied) is bool(info.applied_of(optimizer)) is not skips
-        assert "no gradients" not in scaler.diagnose()
-    assert info.overflow_streak == looks_first
-    assert scaler.get_scale() == (2.0**12 if looks_first else 2.0**11)
+def test_an_outcome_is_asked_for_an_optimizer_of_its_step():
+    """Another one is an error; a copy of the fields knows of no optimizer, and answers for the step."""
+    (param, optimizer), scaler = one(), GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    info = scaler.update()
+    assert info.applied_of(optimizer) is info._replace(overflow_streak=5).applied_of(optimizer) is True
+    with pytest.raises(CallOrderError, match=r"SGD that took no part .* pass the object that was passed to"):
+        info.applied_of(one()[1])
 
 
 def test_a_read_that_is_refused_decides_nothing():
     """A second `step` reads the flag again; the overflow is not applied."""
-    param, optimizer = _one()
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(param.sum() * float("inf")).backward()
+    (param, optimizer), scaler = one(), GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum() * INF).backward()
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), RecordedGraph():
         scaler.step(optimizer)
-    assert _moved(param, scaler.step, optimizer) == 0.0
-    assert scaler.update().applied is False
-    assert scaler.get_scale() == 512.0
-
-
-def test_an_optimizer_that_never_has_gradients_is_logged(caplog):
-    """It steps, and nothing is counted; once after twenty updates the log says so, and `diagnose` at any time."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    scaler = GradScaler("cpu")
-    for _ in range(45):
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        assert scaler.update().applied
-    assert [each.getMessage()[:40] for each in caplog.records] == ["20 updates in a row found no gradient in"]
-    assert "no gradients to check" in scaler.diagnose()
-    assert (scaler.get_scale(), scaler.metrics()["steps"]) == (2.0**16, 0)
+    scaler.step(optimizer)
+    assert (scaler.update().applied, param.item(), scaler.get_scale()) == (False, 1.0, 512.0)

@@ -210,6 +210,12 @@ ERRORS = {
     "a CSR gradient": (lambda: _ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
     "stepped after skip": (_stepped_after_skip, RuntimeError, "step() has already been called"),
     "too few updates": (_too_few_updates, CallOrderError, "Of updates_per_step=2 calls ... end_of_step=True"),
+    "retries below 0": (lambda: GradScaler("cpu").attempts(retries=-1), PolicyError, "retries=-1"),
+    "attempts of a name": (
+        lambda: GradScaler("cpu").attempts("model"),
+        TypeError,
+        "given str; it takes modules: scaler.attempts(model)",
+    ),
     "a guard without gradients": (lambda: _ready(guard=SpikeGuard()).update(), AssertionError, "No inf checks were"),
     **{f"a new scale of {value}": _new_scale(value) for value in (0.0, -1.0, NAN, "8", True, ONES)},
     "a new scale with a graph": _new_scale(torch.ones(1, requires_grad=True)),
@@ -260,6 +266,7 @@ def _after_a_step():
     scaler = _ready()
     scaler.step(_sgd())
     scaler.update()
+    scaler.get_scale()  # which Accelerate does, and does not count
     return scaler
 
 
@@ -275,6 +282,11 @@ WARNINGS = {
     "no scaled loss": (lambda: _after_a_step().step(_sgd()), UserWarning, NO_LOSS),
     "no scaled loss, unscaled": (lambda: _after_a_step().unscale_(_sgd()), UserWarning, NO_LOSS),
     "no scaled loss, clipped": (lambda: _after_a_step().unscale_and_clip_(_sgd(), 1.0), UserWarning, NO_LOSS),
+    "a new scale beyond the bounds": (
+        lambda: _ready(policy=DynamicScaling(max_scale=2.0**20)).update(1e30),
+        UserWarning,
+        "new_scale=1e+30 is beyond the bounds of the policy, and becomes 2**20",
+    ),
     "a scaler for each step": (lambda: _ready().step(_stepped()), CheckpointWarning, NEW),
     "an old optimizer": (lambda: _ready().step(_Old([ONES])), FutureWarning, "stop passing itself as a keyword"),
 }

@@ -85,6 +85,7 @@ GRADS = {
     "float64": torch.tensor([1.0, 1e60], dtype=torch.float64),
     "bfloat16": torch.tensor([1.0, -2.0], dtype=torch.bfloat16),
     "complex": torch.tensor([1.0 - 2.0j, 3.0j]),
+    "lazily conjugated": torch.tensor([1.0 - 2.0j, 3.0j]).conj(),
     "sparse with duplicates": torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)),
     "sparse and empty": torch.sparse_coo_tensor(torch.zeros((1, 0), dtype=torch.int64), torch.zeros(0), (3,)),
     "empty": torch.zeros(0),

@@ -1,7 +1,5 @@
 """Optimizers that are not torch's: odd states, little more than `step`, and wrappers."""
 
-import itertools
-import sys
 import warnings
 
 import pytest
@@ -113,53 +111,6 @@ def test_an_optimizer_of_the_old_contract_is_clipped_in_place():
     scaler.unscale_and_clip_(optimizer, 10.0)
     scaler.step(optimizer)
     assert param.item() == 0.0
-
-
-# -- steps that are interrupted ----------------------------------------------------------------------------------------
-
-
-def _interrupted(call, number):
-    """Run `call` and raise at the `number`-th line of Python that the scaler runs; return whether there was one."""
-    lines, tracer = itertools.count(1), sys.gettrace()
-
-    def trace(frame, event, argument):
-        if "lossscale_torch" not in frame.f_code.co_filename:
-            return None
-        if event == "line" and next(lines) == number:
-            raise InterruptedError
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    except InterruptedError:
-        return True
-    finally:
-        sys.settrace(tracer)
-    return False
-
-
-def test_a_fused_step_may_be_interrupted_anywhere():
-    """The next step is what it should be: no factor and no flag of the interrupted one stay on the optimizer."""
-    number, was_interrupted = 0, True
-    while was_interrupted:
-        number += 1
-        param = torch.nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
-        scaler = GradScaler("cpu", init_scale=1024.0)
-        scaler.scale(param.sum()).backward()
-        was_interrupted = _interrupted(lambda: scaler.step(optimizer), number)  # noqa: B023
-        if number % 2:
-            scaler = GradScaler("cpu", init_scale=2.0)
-        else:
-            scaler._per_optimizer_states.clear()
-        param.data.fill_(1.0)
-        optimizer.zero_grad()
-        scaler.scale(param.sum()).backward()
-        scaler.step(optimizer)
-        assert param.item() == 0.0, number
-        assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
-    assert number > 30
 
 
 # -- several optimizers in one -----------------------------------------------------------------------------------------

@@ -110,3 +110,14 @@ def test_a_loss_that_is_not_finite_is_said_at_the_first_skipped_step(caplog):
     assert "the loss itself is NaN or infinite" in scaler.diagnose()
     assert step(1.0)
     assert "the loss itself" not in scaler.diagnose()
+
+
+def test_an_optimizer_that_never_has_gradients_is_logged(caplog):
+    """Once after twenty updates; nothing is counted."""
+    scaler = GradScaler("cpu")
+    for _ in range(45):
+        scaler.scale(torch.ones(()))
+        scaler.step(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+        assert scaler.update().applied
+    assert [each.getMessage()[:40] for each in caplog.records] == ["20 updates in a row found no gradient in"]
+    assert (scaler.get_scale(), scaler.metrics()["steps"]) == (2.0**16, 0)

@@ -65,7 +65,9 @@ def test_another_kind_of_policy_is_reported(take_over):
 @pytest.mark.parametrize("lost", [None, {}, {"loss_scale": 1024.0}], ids=["nothing", "empty", "a scale alone"])
 def test_what_is_no_saved_state_is_refused(take_over, lost):
     """A checkpoint without scaler state, looked up with `get`, an empty one, or a scale alone."""
-    with pytest.raises((CheckpointError, KeyError, RuntimeError), match=r"(not a|the) saved state|'scale'|is empty|given None"):
+    with pytest.raises(
+        (CheckpointError, KeyError, RuntimeError), match=r"(not a|the) saved state|'scale'|is empty|given None"
+    ):
         take_over(lost, POLICY)
 
 

@@ -1,0 +1,70 @@
+"""What tests of PyTorch share: a parameter with its optimizer, marks for both kinds of optimizers, and comparisons."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lossscale_torch import GradScaler
+
+INF = float("inf")
+EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
+COPIES = pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+
+
+def one(fused=False, device="cpu", lr=1.0, **settings):
+    """Return a parameter of one element, 1.0, and its optimizer; a gradient of 1.0 moves it to 0.0."""
+    param = torch.nn.Parameter(torch.ones(1, device=device))
+    return param, torch.optim.SGD([param], lr=lr, fused=fused, **settings)
+
+
+def two(fused=False, **settings):
+    """Return two parameters, and their optimizers."""
+    return zip(*(one(fused, **settings) for _ in range(2)), strict=True)
+
+
+def same(first, second):
+    """Return whether all tensors of two collections are the same, bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def copies(tensors):
+    """Return copies of tensors."""
+    return [each.detach().clone() for each in tensors]
+
+
+class Loop:
+    """A model with buffers, an optimizer and a scaler."""
+
+    def __init__(self, fused=False, protects=False, model=None, **settings):
+        torch.manual_seed(0)
+        self.model = model if model is not None else nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, fused=fused)
+        settings = {"init_scale": 2.0**10, **settings} if "policy" not in settings else settings
+        protects = self.model if protects is True else protects or ()
+        self.scaler = GradScaler("cpu", protect=protects, **settings)
+
+    def backward(self, batch=None, factor=1.0):
+        """Scale a loss, and give the model its gradients."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(torch.randn(8, 4) if batch is None else batch).square().mean() * factor).backward()
+
+    def step(self, is_bad=False, batch=None, factor=1.0):
+        """Take a step, whose gradients overflow if it is bad."""
+        self.backward(batch, factor)
+        if is_bad:
+            self.model[0].weight.grad.fill_(INF)
+        self.scaler.step(self.optimizer)
+        return self.scaler.update()
+
+    def retry(self, bad_tries=0, **settings):
+        """Take a step with tries that overflow before one that does not; return what is known of the tries."""
+        for attempt in self.scaler.attempts(self.model, **settings):
+            self.step(is_bad=attempt.number < bad_tries)
+        return attempt
+
+    def buffers(self):
+        """Return copies of the buffers."""
+        return copies(self.model.buffers())
