@@ -204,7 +204,7 @@ class _Loop:
         scaler = self.scaler
         if event in ("interval", "factor") and isinstance(self.policy, DynamicScaling):
             if event == "interval":
-                scaler.set_growth_interval(1 + self.policy.growth_interval % 4)
+                scaler.set_growth_interval(self.policy.growth_interval + 1)  # a lower one moves the count on a device
             else:
                 scaler.set_growth_factor(1.0 + self.policy.growth_factor / 2)
             self.policy = scaler.policy
