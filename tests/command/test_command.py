@@ -36,7 +36,7 @@ COMMANDS = [(), *((name,) for name in ["demo", "simulate", "run", "plot", "check
 
 @pytest.mark.parametrize("command", [*COMMANDS, ("policy", "check"), ("policy", "convert")], ids=" ".join)
 def test_help_fits_a_screen_and_has_an_example(command):
-    """Every command's --help ends in something to copy; a group alone prints its help, and is no error."""
+    """Every command's --help ends in something to copy; a group alone prints its help with status 0."""
     help_, _ = succeed(*command, "--help")
     assert "Example:\n    lossscale" in help_
     assert help_.count("\n") <= 24

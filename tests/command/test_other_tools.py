@@ -38,7 +38,7 @@ def test_every_tool_has_a_recorded_run_and_a_saved_layout():
 @settings(max_examples=200)
 @given(data=st.data())
 def test_the_policy_does_what_the_tool_does(name, data):
-    """Scales are equal after every step, also of a run that is stopped anywhere, saved, and gone on with.
+    """Scales are equal after every step, also of a run that is stopped anywhere, saved and continued.
 
     They are equal exactly where factors are powers of two, else to 1e-6 a step.
     """
@@ -101,7 +101,7 @@ SAYINGS = [
     ("deepspeed", {"fp16": {"hysteresis": 3}, "bf16": {}}, _default("deepspeed", hysteresis=1)),
     ("deepspeed", {"fp16": {}, "zero_optimization": True}, _default("deepspeed")),
     ("deepspeed", {"enabled": "false"}, NoScaling()),
-    # as its loss scaler has it, which has no ZeRO beside it
+    # as its loss scaler has it, without the ZeRO block
     (
         "deepspeed",
         {"init_scale": 65536.0, "min_scale": 0, "delayed_shift": 2},
@@ -192,7 +192,7 @@ def test_without_a_policy_where_the_checkpoint_places_every_counter(name):
 
 
 def test_another_policy_continues_with_what_it_has_a_place_for():
-    """What a checkpoint lacks starts fresh; counters are left alone under a policy that has none."""
+    """What a checkpoint lacks starts over; a policy without counters changes none."""
     saved = {"scale": 8.0, "_growth_tracker": 7}
     assert state_from_tool("torch", saved, 8.0) == FixedScaling(8.0).init_state()
     own = state_from_tool("torch", saved, AdditiveScaling(growth_interval=9))

@@ -1,4 +1,4 @@
-"""How the command is started, and what importing its package brings in, seen from a fresh process."""
+"""How the command is started, and what importing its package brings in, seen from a new process."""
 
 import platform
 import subprocess

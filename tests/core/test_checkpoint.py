@@ -65,7 +65,7 @@ def test_a_bad_value_is_named(name, value, rule):
     ("saved", "message"),
     [([], "is not a saved state"), ({name: SAVED[name] for name in ("version", "steps")}, "has no loss_scale, growth")],
 )
-def test_what_is_no_saved_state_is_refused(saved, message):
+def test_other_dicts_are_refused(saved, message):
     """Anything but a mapping, and by what it lacks a dict without some of the fields."""
     with pytest.raises(CheckpointError, match=message):
         state_from_dict(saved)
@@ -117,7 +117,7 @@ def test_a_policy_without_a_config_saves_and_restores_its_state():
         assert state_from_dict({**saved, "policy": {"kind": "dynamic"}}, own) == state
 
 
-def test_another_kind_of_policy_starts_its_own_trackers_fresh():
+def test_another_kind_of_policy_starts_its_own_trackers():
     """The scale and the counters continue; a tracker that was never saved begins, and a warning says so."""
     fixed = FixedScaling(64.0)
     saved = state_to_dict(fixed.update(fixed.init_state(), True), fixed)

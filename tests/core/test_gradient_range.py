@@ -42,7 +42,7 @@ def test_what_flushes_to_zero_without_a_scale():
 
 @pytest.mark.parametrize("added", [1e-3, 10.0])
 def test_a_gradient_that_misses_the_scale_is_named(added):
-    """However small it is beside the scaled one."""
+    """However small it is compared with the scaled one."""
     found = gradient_range(lambda scale: _grads_at(scale, added=added))
     assert found.unscaled == ["first"]
     assert str(found).endswith("not multiplied by the loss scale: first")

@@ -1,4 +1,4 @@
-"""What importing the core brings in, seen from a fresh process."""
+"""What importing the core brings in, seen from a new process."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def test_importing_the_core_leaves_out_what_training_does_not_need():
 
 
 def test_reading_other_tools_loads_no_framework():
-    """Their configs and checkpoints are plain dicts; the table is loaded only by who asks for it."""
+    """Their configs and checkpoints are plain dicts; the table is loaded when it is used first."""
     loaded = _printed_by(
         "import sys, lossscale as ls; assert 'lossscale.other_tools' not in sys.modules; "
         "p = ls.from_tool('torch', {}); ls.state_from_tool('jmp', {'loss_scale': 8.0, 'counter': 1}, p); "

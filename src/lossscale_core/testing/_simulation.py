@@ -143,7 +143,7 @@ def _run(
     guard: SpikeGuard | None = None,
     norms: Any = None,
 ) -> Trace:
-    """Run a policy, and with norms a guard beside it."""
+    """Run a policy and, with norms, a guard."""
     state: Any = policy.init_state()
     guard_state = None if guard is None else guard.init_state()
     norms, spiked = np.zeros(steps) if norms is None else np.asarray(norms, np.float32), np.zeros(steps, bool)
