@@ -39,6 +39,7 @@ IMPORTS = {  # what the tests of a package import, and a worker has imported bef
     "lossscale_tf": ["tensorflow", "keras", "tf_keras", "hypothesis"],
 }
 BACKENDS = {"lossscale_keras": ["tensorflow", "jax", "torch"]}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 OUTCOMES = ["killed", "endless", "survived", "equivalent", "broken"]
 LOWEST, LOWEST_OF_PACKAGE, MOST_EQUIVALENT = 0.92, 0.88, 0.05
 
@@ -61,10 +62,9 @@ def stages(package, module, is_own):
 class Mutant:
     """A mutant of a file of `src`: its whole text, its lines before and after, its tests, and what came of them."""
 
-    def __init__(self, path, operator, number):
-        self.path, source = str(path.relative_to(SRC)), path.read_text()
+    def __init__(self, path, code):
+        self.path, self.code, source = str(path.relative_to(SRC)), code, path.read_text()
         self.package, _, self.module = self.path.removesuffix(".py").replace("/", ".").rpartition(".")
-        self.code = mutate_code(source, operator, number)
         old, new = source.splitlines(), self.code.splitlines()
         steps = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
         changed = [each for each in steps if each[0] != "equal"]
@@ -93,9 +93,10 @@ def draw(paths, seed, count):
     random.Random(seed).shuffle(everything)
     drawn, seen = [], {meaning(path.read_text()) for path in paths}
     while everything and len(drawn) != count:
-        mutant = Mutant(*everything.pop())
-        if (program := meaning(mutant.code)) not in seen:
-            drawn.append(mutant)
+        path, operator, number = everything.pop()
+        code = mutate_code(path.read_text(), operator, number)
+        if (program := meaning(code)) not in seen:
+            drawn.append(Mutant(path, code))
         seen.add(program)
     return drawn
 
@@ -105,7 +106,7 @@ def run_mutants(package, mutants, options):
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(SRC, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
         # CI: hypothesis draws the same examples each time, and keeps none. Bytecode of a mutant could outlive it.
-        environment = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
+        environment = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1", "CI": "1", **QUIET}
         imports = ",".join(IMPORTS[package.split(".")[0]])
         command = [sys.executable, Path(__file__).with_name("worker.py"), imports, *([] if options.tests else ["-x"])]
         piped = {"stdin": PIPE, "stdout": PIPE, "text": True, "cwd": ROOT, "env": {**os.environ, **environment}}
