@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -42,37 +43,30 @@ class Fused:
 
         A factor that the user has set before is multiplied in.
         """
-        scale, holder = scaler._scale, holders(optimizer)[0]
+        scale, kernels = scaler._scale, holders(optimizer)
         # An optimizer may write to it. A clip may have left its own to the kernel.
         factor = scale.clone() if record["stage"] is READY else record.get("factor")
         # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
-        preset = getattr(holder, "grad_scale", None) if getattr(holder, "found_inf", None) is None else None
+        is_own = getattr(kernels[0], "found_inf", None) is not None
+        preset = None if is_own else getattr(kernels[0], "grad_scale", None)
         if preset is not None:
             factor = preset if factor is None else factor * preset
-        found = combined(record["found_inf_per_device"].values(), scale.device)
-        return step_with_flag(optimizer.step, optimizer, (found != 0.0).float(), factor, *args, **kwargs)
-
-
-def step_with_flag(step: Any, optimizer: Any, found: Tensor, factor: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-    """Call a fused optimizer's `step`, which divides gradients by a factor, and changes nothing at a flag of 1.0."""
-    kernels = holders(optimizer)
-    known = [len(getattr(each, "state", ())) for each in kernels]
-    flag: Any = found
-    flag.is_left_over = True  # if it is there before the next step, which an interrupted one began
-    try:
-        for each in kernels:
-            # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
-            each.found_inf, each.grad_scale = found, factor
-        result = step(*args, **kwargs)
-    finally:
-        for each in kernels:
-            for name in ("grad_scale", "found_inf"):
+        found: Any = (combined(record["found_inf_per_device"].values(), scale.device) != 0.0).float()
+        found.is_left_over = True  # if it is there before the next step, which an interrupted one began
+        known = [len(getattr(each, "state", ())) for each in kernels]
+        try:
+            for each in kernels:
+                # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
+                each.found_inf, each.grad_scale = found, factor
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            for each, name in itertools.product(kernels, ("grad_scale", "found_inf")):
                 if hasattr(each, name):
                     delattr(each, name)
-    for each, count in zip(kernels, known, strict=True):
-        if len(getattr(each, "state", ())) > count:
-            _zero_unwritten_momentum([*each.state.values()][count:], found)
-    return result
+        for each, count in zip(kernels, known, strict=True):
+            if len(getattr(each, "state", ())) > count:
+                _zero_unwritten_momentum([*each.state.values()][count:], found)
+        return result
 
 
 class Legacy:

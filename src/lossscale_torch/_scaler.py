@@ -10,7 +10,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ from lossscale_torch._versions import not_compiled, warn
 from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, require_hooks, total_norm
 
 _MANY = 64
+_Losses = TypeVar("_Losses", bound=Tensor | list[Any] | tuple[Any, ...] | dict[Any, Any])
+_Loss = TypeVar("_Loss")
 
 
 class GradScaler(PlacedScaler):
@@ -149,17 +151,9 @@ class GradScaler(PlacedScaler):
     # A step, in its order.
 
     @overload
-    def scale(self, outputs: Tensor) -> Tensor: ...
+    def scale(self, outputs: _Losses) -> _Losses: ...
     @overload
-    def scale(self, outputs: list[Tensor]) -> list[Tensor]: ...
-    @overload
-    def scale(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
-    @overload
-    def scale(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]: ...
-    @overload
-    def scale(self, outputs: Iterable[Tensor]) -> Iterable[Tensor]: ...
-    @overload
-    def scale(self, outputs: Iterable[Any]) -> Any: ...  # nested
+    def scale(self, outputs: Iterable[_Loss]) -> Iterable[_Loss]: ...
     @not_compiled
     def scale(self, outputs: Any) -> Any:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
@@ -592,8 +586,7 @@ class GradScaler(PlacedScaler):
         """Describe the condition of the run in one or two sentences; see `lossscale_core.diagnose`. Synchronises."""
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
-        state = self._watch.without_retries(self._state_on_host())
-        self._watch.log(self.policy, state)
+        state = self._watch.log(self.policy, self._state_on_host())
         guards = [each for hook in self._hooks if isinstance(hook, Guard) for each in hook.states()]
         worst = max(guards, key=lambda guard: (guard.streak, guard.spikes), default=None)
         answer = diagnose(self.policy, state, guard=worst)
@@ -624,7 +617,7 @@ class GradScaler(PlacedScaler):
         if not self._enabled:
             return {}
         state = self._state_on_host()
-        self._watch.log(self.policy, self._watch.without_retries(state))
+        self._watch.log(self.policy, state)
         entries = saved(self.policy, state)
         for hook in self._hooks:
             entries.update(hook.state_dict())

@@ -467,23 +467,20 @@ class Watch(Hook):
         self._left -= 1
         if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
             return
-        state = self.without_retries(scaler._state_on_host())
+        state = scaler._state_on_host()
         if limit is not None:
             check_overflow_streak(scaler.policy, state)
         if self._left <= 0:
             self._left = _EVERY
             self.log(scaler.policy, state)
 
-    def without_retries(self, state: Any) -> Any:
-        """Return a state on the host that counts the tries of a step as one."""
-        if not self.retries:
-            return state
-        steps, skipped = (type(n)(max(n - self.retries, 0)) for n in (state.steps, state.skipped_steps))
-        return state._replace(steps=steps, skipped_steps=skipped)
-
-    def log(self, policy: Any, state: Any) -> None:
-        """Log the events of a state on the host."""
+    def log(self, policy: Any, state: Any) -> Any:
+        """Log the events of a state on the host that counts the tries of a step as one, and return this state."""
+        if self.retries:
+            steps, skipped = (type(n)(max(n - self.retries, 0)) for n in (state.steps, state.skipped_steps))
+            state = state._replace(steps=steps, skipped_steps=skipped)
         self._watch.log(policy, state)
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of tries that the state counts and this watch does not, if there are any."""

@@ -58,7 +58,7 @@ def plan(model: torch.nn.Module, x: Tensor) -> tuple[str, ...]:
 def scale_several(scaler: GradScaler, first: Tensor, second: Tensor) -> None:
     """Scale what torch's scaler takes, and nested structures."""
     assert_type(scaler.scale([first, second]), list[Tensor])
-    assert_type(scaler.scale((first, second)), tuple[Tensor, ...])
+    assert_type(scaler.scale((first, second)), tuple[Tensor, Tensor])
     assert_type(scaler.scale({"first": first}), dict[str, Tensor])
     assert_type(scaler.scale(each for each in (first, second)), Iterable[Tensor])
     scaler.scale([[first], [second]])
