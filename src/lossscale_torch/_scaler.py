@@ -47,8 +47,8 @@ from lossscale_torch._versions import not_compiled, warn
 from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, require_hooks, total_norm
 
 _MANY = 64
-_Losses = TypeVar("_Losses", bound=Tensor | list[Any] | tuple[Any, ...] | dict[Any, Any])
-_Loss = TypeVar("_Loss")
+Losses = TypeVar("Losses", bound=Tensor | list[Any] | tuple[Any, ...] | dict[Any, Any])
+Loss = TypeVar("Loss")
 
 
 class GradScaler(PlacedScaler):
@@ -151,9 +151,9 @@ class GradScaler(PlacedScaler):
     # A step, in its order.
 
     @overload
-    def scale(self, outputs: _Losses) -> _Losses: ...
+    def scale(self, outputs: Losses) -> Losses: ...
     @overload
-    def scale(self, outputs: Iterable[_Loss]) -> Iterable[_Loss]: ...
+    def scale(self, outputs: Iterable[Loss]) -> Iterable[Loss]: ...
     @not_compiled
     def scale(self, outputs: Any) -> Any:
         """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
