@@ -45,6 +45,14 @@ def _shaped(grads):
     return np.reshape(core.all_finite(grads), (1,))
 
 
+def _of_leaves(count):
+    return lambda grads: core.all_finite(list(tree.leaves(grads))[:count])
+
+
+def _keeps_halves(leaf, state):
+    return core.unscale(leaf, state).astype(leaf.dtype)
+
+
 def _overlooks_the_last(grads):
     return core.all_finite(tree.map_leaves(lambda leaf: leaf if leaf is None else leaf.reshape(-1)[:-1], grads))
 
@@ -105,23 +113,14 @@ def _wide_state(policy):
 
 WRONG = {
     "overlooks the last": ({"all_finite": _overlooks_the_last}, r"every_position_is_seen \(eager, float16\).* is True"),
-    "first leaf only": (
-        {"all_finite": lambda grads: core.all_finite(next(tree.leaves(grads), None))},
-        r"nothing_hides_an_overflow \(eager, float32\)",
-    ),
-    "first of many": (
-        {"all_finite": lambda grads: core.all_finite(list(tree.leaves(grads))[:8])},
-        "the flag with inf in the last of 40 is True",
-    ),
+    "first leaf only": ({"all_finite": _of_leaves(1)}, r"nothing_hides_an_overflow \(eager, float32\)"),
+    "first of many": ({"all_finite": _of_leaves(8)}, "the flag with inf in the last of 40 is True"),
     "nothing is an overflow": ({"all_finite": _nothing_is_an_overflow}, "the flag of no leaves is False"),
     "a flag of shape (1,)": ({"all_finite": _shaped}, r"has shape \(1,\), but must have \(\)"),
-    "casts the scale down": (
-        {"scale": _each(_scale_cast_down)},
-        r"a_loss_is_lifted \(eager, float16\): a float16 loss, scaled by 2\*\*16, is inf",
-    ),
+    "casts the scale down": ({"scale": _each(_scale_cast_down)}, r"a float16 loss, scaled by 2\*\*16, is inf"),
     "keeps halves": (
-        {"unscale": _each(lambda leaf, state: core.unscale(leaf, state).astype(leaf.dtype))},
-        "a bfloat16 gradient, unscaled, is bfloat16, but must be float32",
+        {"unscale": _each(_keeps_halves)},
+        "bfloat16 gradient, unscaled, is bfloat16, but must be float32",
     ),
     "unscales in place": ({"unscale": _each(_in_place)}, "a float32 gradient, after it was unscaled, is"),
     "zeros for None": ({"unscale": _zeros_for_none}, "unscale lost its structure"),
@@ -129,10 +128,7 @@ WRONG = {
     "blends": ({"select": _blended}, r"selection_is_atomic \(eager, float32\): the first parameter selected is nan"),
     "selects through float32": ({"select": _selects_through_float32}, r"selection_is_atomic \(eager, float64\)"),
     "a float64 state": ({"init_state": _wide_state}, "loss_scale of init_state.* is float64, but must be float32"),
-    "another order": (
-        {"unscale": lambda state, grads: None},
-        r"takes \(state, grads\), but must take \(grads, state\)",
-    ),
+    "another order": ({"unscale": lambda state, grads: 0}, r"takes \(state, grads\), but must take \(grads, state\)"),
     "one more parameter": ({"all_finite": lambda grads, *, axis: np.True_}, "also takes axis; make them keyword-only"),
     "a verb is missing": ({"select": None}, "select is missing; the five verbs are"),
 }
