@@ -55,7 +55,11 @@ def as_policy(source: Any) -> ScalingPolicy:
     if isinstance(source, Mapping):
         return policy_from_dict(source)
     if isinstance(source, int | float | np.integer | np.floating) and not isinstance(source, bool):
-        return _fixed(source)
+        try:
+            return FixedScaling(source)  # type: ignore[arg-type]  # NumPy's numbers become plain ones
+        except PolicyError as error:
+            fault = f"{shown(source)} is not a loss-scaling policy: as a fixed scale, {error}, or 'dynamic'"
+            raise PolicyError(fault) from None
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
     is_name = isinstance(source, str) and (suffix_of(source) in _SUFFIXES or os.path.exists(source))
@@ -72,14 +76,6 @@ def as_policy(source: Any) -> ScalingPolicy:
         f"{shown(source)} is not a loss-scaling policy; {meant}pass a policy such as DynamicScaling(), "
         "'dynamic', 'none', a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"
     )
-
-
-def _fixed(scale: Any) -> FixedScaling:
-    try:
-        return FixedScaling(scale)
-    except PolicyError as error:
-        message = f"{shown(scale)} is not a loss-scaling policy: as a fixed scale, {error}, or 'dynamic'"
-        raise PolicyError(message) from None
 
 
 def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any = None) -> ScaleState:
@@ -151,14 +147,12 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
         raise PolicyError(f"the keys are in the table {shown(table)}; write them without a table")
     if "kind" not in config:
         found = shown_names(config) or "nothing"
-        hint = f"add kind = 'dynamic' ({_known(KINDS)}); {_FROM_TOOL}"
+        hint = f"add kind = 'dynamic' (known: {', '.join(KINDS)}); {_FROM_TOOL}"
         raise PolicyError(f"the policy's config has no 'kind', but {found}; {hint}")
     kind = config["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
-        raise PolicyError(
-            f"kind={shown(kind)} is not a kind of policy; {nearest_name(kind, KINDS)}{_known(KINDS)}; "
-            "a kind of your own is known once its module is imported"
-        )
+        fault = unknown_name(kind, "a kind of policy", KINDS)
+        raise PolicyError(f"kind={fault}; a kind of your own is known once its module is imported")
     fields = {field.name: field for field, _ in rules_of(KINDS[kind])}
     values = {name: value for name, value in config.items() if name != "kind"}
     for name in values:
@@ -268,7 +262,3 @@ def _known_suffix(path: str | os.PathLike[str]) -> str:
     if os.path.isdir(path):
         raise PolicyError(f"{shown(os.fspath(path))} is a folder; pass a .toml or .json file in it")
     raise PolicyError(f"{shown(os.fspath(path))} must end in .toml or .json; pass a policy in one of these formats")
-
-
-def _known(names: Mapping[str, Any]) -> str:
-    return "known: " + ", ".join(names)
