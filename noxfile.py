@@ -66,11 +66,11 @@ def _run_tests(session: nox.Session, framework: str) -> None:
     session.run("pytest", *IN_PARALLEL, *of_adapter, *session.posargs, env=ONE_THREAD)
 
 
-def _run_keras(session: nox.Session, backend: str) -> None:
-    """Run the tests of Keras, its page among them, on one backend; a process can have only one."""
+def _run_keras(session: nox.Session, backend: str, *more: str) -> None:
+    """Run the tests of Keras and what else is named on one backend; a process can have only one."""
     of_adapter = map(str, sorted(Path("tests/adapters").glob("test_keras_*.py")))
     env = {**ONE_THREAD, "KERAS_BACKEND": backend}
-    session.run("pytest", *of_adapter, *IN_PARALLEL, env=env)
+    session.run("pytest", *of_adapter, *more, *IN_PARALLEL, env=env)
 
 
 def _install_torch(session: nox.Session, torch: str = TORCH, *constraints: str) -> None:
@@ -122,11 +122,9 @@ def conformance(session: nox.Session) -> None:
     session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, TENSORFLOW, MLX)
     session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
     if not session.posargs:
-        for backend in ("jax", "torch", "tensorflow"):
-            _run_keras(session, backend)
-            if backend != "tensorflow":  # the default, which the suite has had
-                of_keras = ("tests/conformance/test_backends.py", "-k", "keras")
-                session.run("pytest", *of_keras, *IN_PARALLEL, env={**ONE_THREAD, "KERAS_BACKEND": backend})
+        _run_keras(session, "tensorflow")
+        for backend in ("jax", "torch"):  # the suite, too, which has had the default
+            _run_keras(session, backend, "tests/conformance/test_backends.py", "-k", "keras")
         session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
 
 

@@ -120,6 +120,7 @@ ENDINGS = {
     "interrupted": "raise KeyboardInterrupt",
     "forked": """
 import multiprocessing
+sys.stdout.flush()  # the forked process would print what is buffered once more, unless it is ended before
 with multiprocessing.get_context("fork").Pool(1) as pool:
     print(pool.map(type, [Own()]))
 """,
