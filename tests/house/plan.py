@@ -111,125 +111,128 @@ PLAN = {
     """,
 }
 
+TEST_FILES = {
+    "lossscale": "command/",
+    "lossscale_core": "core/",
+    "lossscale_torch": "adapters/torch_",
+    "lossscale_jax": "adapters/jax_",
+    "lossscale_tf": "adapters/tensorflow_",
+    "lossscale_keras": "adapters/keras_",
+}
+"""How the names of a package's test files begin, below `tests` and without `test_`."""
+
 TESTS = {
     "lossscale_core": """
-        _policy _state: core/policy_rule core/tolerant_policy core/policy_settings core/testing
-        _base: core/own_policies core/check_policy core/mistakes
-        _arrays _tree: core/verbs core/all_finite core/mistakes
-        _settings: core/policy_settings core/config core/mistakes
-        _config: core/config core/mistakes core/own_policies
-        _checkpoint: core/checkpoint core/mistakes core/own_policies core/guard
-        _files: core/config command/files
-        _messages errors: core/mistakes core/policy_settings core/config core/report
-        _gradient_range: core/gradient_range core/mistakes
-        _guard: core/guard core/mistakes
-        _report: core/report core/watch core/guard core/mistakes
-        _step: core/conformance core/guard conformance/guards_across_frameworks
-        adapters __init__: core/import core/mistakes core/loops
-        *: core/verbs core/policy_rule core/checkpoint core/config core/report core/conformance core/check_policy
+        _policy _state: policy_rule tolerant_policy policy_settings testing
+        _base: own_policies check_policy mistakes
+        _arrays _tree: verbs all_finite mistakes
+        _settings: policy_settings config mistakes
+        _config: config mistakes own_policies
+        _checkpoint: checkpoint mistakes own_policies guard
+        _files: config command/files
+        _messages errors: mistakes policy_settings config report
+        _gradient_range: gradient_range mistakes
+        _guard: guard mistakes
+        _report: report watch guard mistakes
+        _step: conformance guard conformance/guards_across_frameworks
+        adapters __init__: import mistakes loops
+        *: verbs policy_rule checkpoint config report conformance check_policy
     """,
     "lossscale_core.testing": """
-        _check: core/check_policy core/own_policies
-        _simulation: core/testing core/mistakes
-        loops: core/loops adapters/jax_check_step
-        __init__: core/testing
-        *: core/guard
+        _check: check_policy own_policies
+        _simulation: testing mistakes
+        loops: loops adapters/jax_check_step
+        __init__: testing
+        *: guard
     """,
     "lossscale_torch": """
-        _gradients: adapters/torch_clipping adapters/torch_odd_gradients adapters/torch_devices adapters/torch_norms
-        _step_info: adapters/torch_scaler adapters/torch_hooks
-        _versions: adapters/torch_versions adapters/torch_scaler
-        _ranks: adapters/torch_distributed adapters/torch_distributed_edges adapters/torch_norms
-        _snapshots: adapters/torch_attempts adapters/torch_hooks adapters/torch_transactions
-        _state _placement: adapters/torch_states adapters/torch_scaler adapters/torch_synchronisation
-            adapters/torch_loops
-        _checkpoint: adapters/torch_scaler adapters/torch_broken_files adapters/torch_other_tools
-            adapters/torch_messages
-        _verbs: conformance/backends@torch conformance/wrong_arguments@torch adapters/torch_odd_gradients
-        _optimizers: adapters/torch_odd_optimizers adapters/torch_states adapters/torch_transactions
-            adapters/torch_loops
-        hooks: adapters/torch_hooks adapters/torch_guard adapters/torch_transactions adapters/torch_watch
-        _attach: adapters/torch_attach adapters/torch_penalty
-        _clip: adapters/torch_clipping adapters/torch_norms adapters/torch_fuzz
-        _report: adapters/torch_reports adapters/torch_messages
-        _range: adapters/torch_reports adapters/torch_float32 adapters/torch_messages
-        _float32: adapters/torch_float32 adapters/torch_messages
-        _skip_log: adapters/torch_guarded adapters/torch_messages
-        _attempts: adapters/torch_attempts adapters/torch_transactions adapters/torch_messages
-        _scaler: adapters/torch_scaler adapters/torch_transactions adapters/torch_loops adapters/torch_messages
-            adapters/torch_differences adapters/torch_fuzz
-        _guarded: adapters/torch_guarded adapters/torch_messages
-        testing: adapters/torch_check_loop adapters/torch_pages adapters/torch_messages
-        __init__: adapters/torch_scaler
-        *: adapters/torch_distributed adapters/torch_graphs adapters/torch_other_packages
+        _gradients: clipping odd_gradients devices norms
+        _step_info: scaler hooks
+        _versions: versions scaler
+        _ranks: distributed distributed_edges norms
+        _snapshots: attempts hooks transactions
+        _state _placement: states scaler synchronisation loops
+        _checkpoint: scaler broken_files other_tools messages
+        _verbs: conformance/backends@torch conformance/wrong_arguments@torch odd_gradients
+        _optimizers: odd_optimizers states transactions loops
+        hooks: hooks guard transactions watch
+        _attach: attach penalty
+        _clip: clipping norms fuzz
+        _report: reports messages
+        _range: reports float32 messages
+        _float32: float32 messages
+        _skip_log: guarded messages
+        _attempts: attempts transactions messages
+        _scaler: scaler transactions loops messages differences fuzz
+        _guarded: guarded messages
+        testing: check_loop pages messages
+        __init__: scaler
+        *: distributed graphs other_packages
     """,
     "lossscale_jax": """
-        _gradients _verbs: adapters/jax_verbs adapters/jax_mistakes adapters/jax_optimizer conformance/backends@jax
-        _optimizer: adapters/jax_optimizer adapters/jax_guard adapters/jax_select adapters/jax_mistakes
-            adapters/jax_bits adapters/jax_programs
-        _states: adapters/jax_optimizer adapters/jax_mistakes adapters/jax_distributed
-        testing: adapters/jax_check_step adapters/jax_batch_norm adapters/jax_mistakes
-        __init__: adapters/jax_verbs
-        *: adapters/jax_distributed adapters/jax_other_tools adapters/jax_around
+        _gradients _verbs: verbs mistakes optimizer conformance/backends@jax
+        _optimizer: optimizer guard select mistakes bits programs
+        _states: optimizer mistakes distributed
+        testing: check_step batch_norm mistakes
+        __init__: verbs
+        *: distributed other_tools around
     """,
     "lossscale_keras": """
-        _backend _step _optimizer: adapters/keras_steps adapters/keras_last_loss adapters/keras_fit
-            adapters/keras_saving
-        _losses: adapters/keras_last_loss adapters/keras_steps
-        _replicas: adapters/tensorflow_fit adapters/keras_fit
-        _report _verbs: adapters/keras_steps conformance/backends@keras
-        _logger: adapters/keras_fit adapters/tensorflow_logger
-        __init__: adapters/keras_steps
+        _backend _step _optimizer: steps last_loss fit saving
+        _losses: last_loss steps
+        _replicas: adapters/tensorflow_fit fit
+        _report _verbs: steps conformance/backends@keras
+        _logger: fit adapters/tensorflow_logger
+        __init__: steps
         *: adapters/tensorflow_keras
     """,
     "lossscale_tf": """
-        _documented: adapters/tensorflow_promises_keras adapters/tensorflow_promises_v1
-            adapters/tensorflow_other_tools
-        _pairs _warning: adapters/tensorflow_mistakes adapters/tensorflow_promises_keras
-            adapters/tensorflow_promises_v1
-        _state _verbs: adapters/tensorflow_verbs conformance/backends@tensorflow
-        _report: adapters/tensorflow_mistakes adapters/tensorflow_verbs
-        __init__: adapters/tensorflow_imports
-        *: adapters/tensorflow_watch
+        _documented: promises_keras promises_v1 other_tools
+        _pairs _warning: mistakes promises_keras promises_v1
+        _state _verbs: verbs conformance/backends@tensorflow
+        _report: mistakes verbs
+        __init__: imports
+        *: watch
     """,
     "lossscale_tf.keras": """
-        _marks: adapters/tensorflow_last_loss adapters/tensorflow_promises_keras
-        _inner _slots _names: adapters/tensorflow_promises_keras adapters/tensorflow_keras
-        _arguments: adapters/tensorflow_mistakes adapters/tensorflow_promises_keras
-        _saving: adapters/tensorflow_saving adapters/tensorflow_promises_keras
-        _optimizer: adapters/tensorflow_keras adapters/tensorflow_promises_keras adapters/tensorflow_last_loss
-            adapters/tensorflow_fit
-        __init__: adapters/tensorflow_promises_keras
-        *: adapters/tensorflow_watch
+        _marks: last_loss promises_keras
+        _inner _slots _names: promises_keras keras
+        _arguments: mistakes promises_keras
+        _saving: saving promises_keras
+        _optimizer: keras promises_keras last_loss fit
+        __init__: promises_keras
+        *: watch
     """,
     "lossscale_tf.v1": """
-        _foreign _step _optimizer __init__: adapters/tensorflow_promises_v1 adapters/tensorflow_mistakes
-            adapters/tensorflow_other_tools
-        *: adapters/tensorflow_last_loss
+        _foreign _step _optimizer __init__: promises_v1 mistakes other_tools
+        *: last_loss
     """,
     "lossscale": """
         _recording _script: adapters/torch_run
-        _versions __main__: command/running
-        demo: command/demo
-        other_tools __init__: command/other_tools command/hostile_files adapters/torch_other_tools
-        *: command/command
+        _versions __main__: running
+        demo: demo
+        other_tools __init__: other_tools hostile_files adapters/torch_other_tools
+        *: command
     """,
     "lossscale.cli": """
-        __init__ _shared policy simulate: command/command command/files command/hostile_files
-        _trace plot _pictures: command/command command/demo command/hostile_files
-        checkpoint: command/command command/hostile_files adapters/torch_hostile_files
-        demo: command/demo command/command
+        __init__ _shared policy simulate: command files hostile_files
+        _trace plot _pictures: command demo hostile_files
+        checkpoint: command hostile_files adapters/torch_hostile_files
+        demo: demo command
         run: adapters/torch_run
-        *: command/command_page command/running
+        *: command_page running
     """,
 }
-"""The test files of each module, below `tests` and without `test_`; `@` limits a file to the tests that name a word.
+"""The test files of each module, by the rest of their names, or from the folder on where they are another package's.
 
-`nox -s mutants` runs them on the mutants of a module, then those of its package's others and of `*`.
+`@` limits a file to the tests that name a word. `nox -s mutants` runs them on the mutants of a module, then those of
+its package's others and of `*`.
 """
 
 
 def own_tests(package):
-    """Return the test files of each module of a package in `TESTS`."""
+    """Return the test files of each module of a package in `TESTS`, below `tests` and without `test_`."""
     rows = [line.split(":") for line in TESTS[package].replace("\n            ", " ").strip().splitlines()]
-    return {module: files.split() for modules, files in rows for module in modules.split()}
+    start = TEST_FILES[package.partition(".")[0]]
+    named = {modules: [each if "/" in each else start + each for each in files.split()] for modules, files in rows}
+    return {module: files for modules, files in named.items() for module in modules.split()}

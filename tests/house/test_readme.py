@@ -17,13 +17,6 @@ def test_ci_runs_the_readmes_test_command():
     assert command in (ROOT / ".ci/run").read_text().splitlines()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_between_files_lead_somewhere(document):
-    """Every relative link and picture exists."""
-    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text()):
-        assert (document.parent / target).exists(), f"{document.name} links to {target}"
-
-
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
 def test_code_fits_the_page(document):
     """A line of code has at most 88 columns, its comment included; what a program prints is wrapped by the page."""
