@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pickle
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from lossscale_core import FixedScaling
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _on_ranks
+from tests.adapters.torch_steps import COPIES, one
 from tests.torch_versions import FSDP2
 
 pytestmark = [  # Dynamo's own
@@ -23,8 +23,7 @@ pytestmark = [  # Dynamo's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
-SCALES = (1.0, 2.0**8, 2.0**16)
-AT_EACH_SCALE = pytest.mark.parametrize("loss_scale", SCALES)
+AT_EACH_SCALE = pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**16])
 SHAPES = {"()": lambda each: each.sum(), "(tokens,)": lambda each: each.sum(-1), "(tokens, experts)": lambda each: each}
 
 
@@ -80,12 +79,15 @@ def _require_same(found, expected):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@AT_EACH_SCALE
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**16, None])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_gradients_are_those_of_the_sum(loss_scale, shape, micro_batches):
-    """Two attached losses of any shape, weighted by the user as the main loss; the first `attach` places the scale."""
-    scaler = _scaler(loss_scale)
+    """Two attached losses of any shape, weighted by the user as the main loss; the first `attach` places the scale.
+
+    A disabled scaler adds the loss as it is.
+    """
+    scaler = _scaler(loss_scale) if loss_scale else GradScaler("cpu", enabled=False)
     model = _model(lambda x, aux_loss: scaler.attach(x, aux_loss / micro_batches), shape)
     for part in _batch().chunk(micro_batches):
         scaler.scale(_loss(model, part) / micro_batches).backward()
@@ -140,36 +142,26 @@ def test_autocast(dtype, loss_scale):
     _require_same(*found)
 
 
-def test_float16_is_lifted():
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**15])
+def test_float16_is_lifted(loss_scale):
     """The sum of a float16 loss is made in float32; its gradient is float16, and equal at each scale where it fits."""
-    weight = torch.full((600,), 256.0, dtype=torch.float16, requires_grad=True)
-    for loss_scale in (1.0, 2.0**8, 2.0**15):
-        weight.grad, scaler = None, _scaler(loss_scale)
-        x = scaler.attach(torch.ones(3, requires_grad=True), weight)  # the sum is above 65504
-        scaler.scale(x.sum()).backward()
-        assert weight.grad.dtype is torch.float16
-        assert torch.equal(weight.grad.float() / loss_scale, torch.ones(600))
+    weight, scaler = torch.full((600,), 256.0, dtype=torch.float16, requires_grad=True), _scaler(loss_scale)
+    x = scaler.attach(torch.ones(3, requires_grad=True), weight)  # the sum is above 65504
+    scaler.scale(x.sum()).backward()
+    assert weight.grad.dtype is torch.float16
+    assert torch.equal(weight.grad.float() / loss_scale, torch.ones(600))
 
 
-def test_float64_and_other_activations():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
+def test_float64_and_other_activations(dtype):
     """A float64 loss keeps its dtype; the activation may be float16 or complex."""
-    for dtype in (torch.float16, torch.complex64):
-        weight, x = torch.tensor([1.0 / 3.0], dtype=torch.float64, requires_grad=True), torch.ones(2, dtype=dtype)
-        scaler = _scaler(4.0)
-        out = scaler.attach(x, weight.square())
-        assert out.dtype is dtype
-        assert torch.equal(out, x)
-        scaler.scale(out.abs().sum()).backward()
-        assert weight.grad.item() == 8.0 / 3.0
-
-
-def test_disabled():
-    """A disabled scaler adds the loss as it is, and never makes a scale."""
-    scaler = GradScaler("cpu", enabled=False)
-    model = _model(scaler.attach)
-    scaler.scale(_loss(model, _batch())).backward()
-    _require_same([param.grad for param in model.parameters()], _added())
-    assert scaler.get_scale() == 1.0
+    weight, x = torch.tensor([1.0 / 3.0], dtype=torch.float64, requires_grad=True), torch.ones(2, dtype=dtype)
+    scaler = _scaler(4.0)
+    out = scaler.attach(x, weight.square())
+    assert out.dtype is dtype
+    assert torch.equal(out, x)
+    scaler.scale(out.abs().sum()).backward()
+    assert weight.grad.item() == 8.0 / 3.0
 
 
 def test_a_replayed_graph_reads_the_present_scale():
@@ -194,15 +186,13 @@ OVERFLOWS = {
 @pytest.mark.parametrize("aux_loss", OVERFLOWS.values(), ids=OVERFLOWS)
 def test_gradients_that_are_not_finite_skip_the_step(aux_loss):
     """An overflow in an attached loss alone skips the step and lowers the scale."""
-    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=2.0**16)
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    (weight, optimizer), scaler = one(), GradScaler("cpu", init_scale=2.0**16)
     loss = scaler.attach(weight * 2, aux_loss(weight)).sum()
     scaler.scale(loss).backward()
     scaler.step(optimizer)
-    info = scaler.update()
+    assert not scaler.update().applied
     assert loss.isfinite()
-    assert (bool(info.applied), scaler.get_scale()) == (False, 2.0**15)
-    assert torch.equal(weight, torch.ones(3))
+    assert (weight.item(), scaler.get_scale()) == (1.0, 2.0**15)
 
 
 def _train_on_ranks(rank, world_size, kind):
@@ -286,14 +276,13 @@ def test_nothing_changes_without_gradients():
         assert torch.equal(scaler.attach(weight, torch.ones(3)), weight)
 
 
-def test_copies_and_pickles():
+@COPIES
+def test_copies_and_pickles(copied):
     """A scaler that has attached a loss is copied and pickled as before."""
     scaler = GradScaler("cpu", init_scale=4.0)
-    weight = torch.ones(3, requires_grad=True)
-    scaler.scale(scaler.attach(weight * 2, 3 * weight).sum()).backward()
-    for other in (copy.copy(scaler), copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        weight.grad = None
-        other.scale(other.attach(weight * 2, 3 * weight).sum()).backward()
+    for make in (lambda: scaler, lambda: copied(scaler)):
+        weight, each = torch.ones(3, requires_grad=True), make()
+        each.scale(each.attach(weight * 2, 3 * weight).sum()).backward()
         assert torch.equal(weight.grad, torch.full((3,), 20.0))
 
 
