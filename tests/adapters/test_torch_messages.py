@@ -107,6 +107,14 @@ def _max_norm(value):
     return lambda: _ready().unscale_and_clip_(_sgd(), value), PolicyError, words
 
 
+def _norm_type(value):
+    return (
+        lambda: OFF_SCALER.unscale_and_clip_(_sgd(), 0.5, value),
+        PolicyError,
+        "norm_type= ... must be above 0; pass 2.0",
+    )
+
+
 def _new_scale(value):
     given = "a tensor of shape" if isinstance(value, torch.Tensor) else repr(value)
     words = f"new_scale should be a float ... It is {given} ... pass a positive number, or a tensor of one element on"
@@ -158,6 +166,7 @@ def _interval(value):
 
 
 LINEAR, ONES = torch.nn.Linear(1, 1), torch.ones(3)
+OFF_SCALER = GradScaler("cpu", enabled=False)
 HALF = (
     "Attempting to unscale FP16 gradients. ... weight (torch.float16, shape (2, 2)) ... bias ... parameter 2 of "
     "group 0 (torch.float16, shape (3,)) ... torch.autocast ... half_gradients=True"
@@ -206,6 +215,8 @@ ERRORS = {
     "parameters clipped": _not_optimizer(lambda: _ready().unscale_and_clip_(LINEAR.parameters(), 1.0), "generator"),
     "no optimizers": (lambda: _ready().unscale_and_clip_([], 1.0), ValueError, "empty list ... pass an optimizer"),
     **{f"a largest norm of {value!r}": _max_norm(value) for value in (NAN, -1.0, True, "1", None)},
+    **{f"a norm of order {order}": _norm_type(order) for order in (0.0, -1.0, -INF, NAN)},
+    "a module clipped without a scaler": _not_optimizer(lambda: OFF_SCALER.unscale_and_clip_(LINEAR, 1.0), "Linear"),
     "float16 gradients": (_half, ValueError, HALF),
     "a CSR gradient": (lambda: _ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
     "stepped after skip": (_stepped_after_skip, RuntimeError, "step() has already been called"),

@@ -1,5 +1,6 @@
 """Optimizers that are not torch's: odd states, little more than `step`, and wrappers."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from lossscale_core.errors import CheckpointWarning
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.test_torch_differences import _Delegating
+from tests.adapters.torch_steps import INF
 
 
 class _Duck:
@@ -51,7 +53,7 @@ def test_unusual_optimizers(make, clips):
     """They are unscaled, clipped, stepped and skipped as any other, leave the scale alone, and nothing warns."""
     param, scaler = torch.nn.Parameter(torch.ones(1)), GradScaler("cpu", init_scale=1024.0)
     optimizer, moves = make([param]), []
-    for value in (1.0, float("inf"), 1.0):
+    for value in (1.0, INF, 1.0):
         param.grad = None
         scaler.scale((param * value).sum()).backward()
         if clips:
@@ -147,7 +149,7 @@ def test_a_container_of_fused_optimizers_is_fused(call):
         container.register_step_post_hook(lambda *_: stepped.append(1))
         guard = SpikeGuard(warmup=9) if call == "guard" else None
         scaler = GradScaler("mps", init_scale=8.0, guard=guard)
-        for size, expected in [(1.0, 0.0), (float("inf"), 0.0), (1.0, -1.9)]:
+        for size, expected in [(1.0, 0.0), (INF, 0.0), (1.0, -1.9)]:
             for param, one in zip(params, (1.0, size), strict=True):
                 param.grad = torch.full_like(param, one * 8.0)
             scaler.scale(torch.ones((), device="mps"))
@@ -164,29 +166,20 @@ def test_a_container_of_fused_optimizers_is_fused(call):
         assert not any(hasattr(each, "found_inf") for each in container.optimizers)
 
 
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_a_mixed_or_nested_container_is_told(is_nested):
-    """It is stepped as an ordinary optimizer, with the right result, and a warning says that this reads the flag."""
-    params, container = _contained([True, is_nested])
-    container = _Container([container]) if is_nested else container
+TOLD = pytest.warns(UserWarning, match="holds .* stepped as an ordinary optimizer, which waits for the device")
+
+
+@pytest.mark.parametrize("kinds", [(False, False), (True, False), (True, True)], ids=["ordinary", "mixed", "nested"])
+def test_a_container_that_is_stepped_as_an_ordinary_optimizer(kinds):
+    """With the right result; a warning says that this reads the flag, unless it holds ordinary optimizers only."""
+    params, container = _contained(kinds)
+    container = _Container([container]) if all(kinds) else container
     scaler = GradScaler("cpu", init_scale=8.0)
-    for size in (1.0, float("inf")):
+    for size in (1.0, INF):
         for param in params:
             param.grad = torch.full_like(param, size * 8.0)
         scaler.scale(torch.ones(()))
-        with pytest.warns(UserWarning, match="holds .* stepped as an ordinary optimizer, which waits for the device"):
+        with TOLD if any(kinds) else contextlib.nullcontext():
             scaler.step(container)
         assert bool(scaler.update()) == (size == 1.0)
-    assert [param[0].item() for param in params] == [0.0, 0.0]
-
-
-def test_a_container_of_ordinary_optimizers_is_one():
-    """Nothing is said."""
-    params, container = _contained([False, False])
-    for param in params:
-        param.grad = torch.full_like(param, 8.0)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    scaler.step(container)
-    assert scaler.update()
     assert [param[0].item() for param in params] == [0.0, 0.0]

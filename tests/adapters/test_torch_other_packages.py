@@ -9,15 +9,9 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
+from tests.adapters.torch_steps import EITHER_KIND, INF, one
 
-INF = float("inf")
 AGAINST_TORCH = pytest.mark.parametrize("base", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
-EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
-
-
-def _one(fused=False, device="cpu"):
-    param = torch.nn.Parameter(torch.ones(1, device=device))
-    return param, torch.optim.SGD([param], lr=1.0, fused=fused)
 
 
 def _backward(scaler, param, finite=True):
@@ -48,7 +42,7 @@ def test_the_names_are_there(base):
     assert settings == (8.0, 2.0, 0.5, 2000)
     assert (scaler._init_growth_tracker, scaler._enabled, scaler._device) == (0, True, "cpu")
     assert scaler._scale is None is scaler._growth_tracker
-    param, optimizer = _one()
+    param, optimizer = one()
     _backward(scaler, param)
     assert (scaler._get_scale_async().item(), scaler._growth_tracker.dtype) == (8.0, torch.int32)
     assert scaler._check_scale_growth_tracker("step") == (scaler._scale, scaler._growth_tracker)
@@ -65,7 +59,7 @@ def test_the_names_are_there(base):
 @AGAINST_TORCH
 def test_what_is_written_in_place_is_seen_at_once(base):
     """By `get_scale`, by `state_dict`, by the next loss and by its step; so is an assigned scale."""
-    param, optimizer = _one()
+    param, optimizer = one()
     scaler = base("cpu", init_scale=1024.0, growth_interval=4)
     _step(scaler, param, optimizer)
     scaler._growth_tracker.fill_(3)
@@ -85,7 +79,7 @@ def test_what_is_written_in_place_is_seen_at_once(base):
 def test_what_is_written_between_step_and_update(base, device):
     """The update continues from what the tensors hold, and a loaded state and a new scale replace it."""
     with Emulated("mps"):
-        param, optimizer = _one(device=device)
+        param, optimizer = one(device=device)
         scaler = base(device, init_scale=8.0, growth_interval=1)
         saved = scaler.state_dict()
         scaler.scale(torch.ones((), device=device))
@@ -106,7 +100,7 @@ def test_what_is_written_between_step_and_update(base, device):
 def test_a_scale_that_is_set_at_each_update(device):
     """mmengine's fixed loss scale; a spike is still no applied step, on the host and on the device."""
     with Emulated("mps"):
-        param, optimizer = _one(fused=True, device=device)
+        param, optimizer = one(fused=True, device=device)
         scaler = GradScaler(device, init_scale=16.0, guard=SpikeGuard(warmup=2))
         for size in (1.0, 1.0, 1.0, 1e4):
             scaler.scale(torch.ones((), device=device))
@@ -130,7 +124,7 @@ def _raise_flags(flags, value=1.0):
 @AGAINST_TORCH
 def test_a_flag_that_is_raised_after_the_step_backs_off(base, fused):
     """The step was taken, and the scale follows the flag, which is found in the records, too."""
-    param, optimizer = _one(fused)
+    param, optimizer = one(fused)
     scaler = base("cpu", init_scale=1024.0)
     for in_records, expected in ((False, 512.0), (True, 256.0)):
         _backward(scaler, param)
@@ -157,7 +151,7 @@ def test_a_subclass_decides_on_the_step(base):
                 return None
             return optimizer.step(*args, **kwargs)
 
-    param, optimizer = _one()
+    param, optimizer = one()
     scaler = Deciding("cpu", init_scale=1024.0)
     for scaler.vetoes, finite, expected in ((0, True, 1.0), (1, True, 0.0), (0, False, 0.0)):
         assert _step(scaler, param, optimizer, finite) == expected
@@ -173,7 +167,7 @@ def test_a_subclass_raises_a_flag_when_it_decides(clips):
             _raise_flags(optimizer_state["found_inf_per_device"])
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
 
-    param, optimizer = _one()
+    param, optimizer = one()
     scaler = Reducing("cpu", init_scale=8.0)
     _backward(scaler, param)
     if clips:
@@ -203,7 +197,7 @@ def test_a_subclass_adds_to_the_check(base, fused):
             self.calls += 1
             _raise_flags(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"], self.overflows_elsewhere)
 
-    param, optimizer = _one(fused)
+    param, optimizer = one(fused)
     scaler = Checking("cpu", init_scale=1024.0)
     for scaler.overflows_elsewhere in (0, 1):
         assert _step(scaler, param, optimizer) == 1.0 - scaler.overflows_elsewhere
@@ -222,7 +216,7 @@ def test_a_subclass_updates_with_torchs_own_kernel(base):
             torch._amp_update_scale_(scale, tracker, sum(flags), *settings)
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
-    param, optimizer = _one()
+    param, optimizer = one()
     scaler = Updating("cpu", init_scale=1024.0, growth_interval=2)
     seen = []
     for finite in (True, True, True, False, True, True):
@@ -252,7 +246,7 @@ def test_unscaling_that_is_replaced_on_the_instance(base, clips):
 @AGAINST_TORCH
 def test_an_optimizer_becomes_fused_and_ordinary_again(base):
     """What it takes is asked of the instance at each step, as Accelerate's patched `step` needs."""
-    param, optimizer = _one()
+    param, optimizer = one()
     scaler = base("cpu", init_scale=8.0)
     for is_fused in (False, True, False):
         optimizer._step_supports_amp_scaling = is_fused

@@ -10,28 +10,22 @@ from lossscale_core import DynamicScaling, state_from_dict, state_to_dict
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
+from tests.adapters.torch_steps import EITHER_KIND, INF, one
 from tests.strategies import overflow_traces, policies
 from tests.sweeping import few_examples
-
-INF = float("inf")
-
-
-def _one(device="cpu", **kwargs):
-    param = torch.nn.Parameter(torch.ones(2, device=device))
-    return param, torch.optim.SGD([param], lr=0.5, **kwargs)
 
 
 def _require_states(policy, trace, state=None):
     """Step a fused optimizer on a device over a trace; each state and each outcome is the policy's own."""
     expected = policy.init_state() if state is None else state
     with Emulated("mps"):
-        param, optimizer = _one("mps", fused=True)
+        param, optimizer = one(True, "mps")
         scaler = GradScaler("mps", policy=policy)
         if state is not None:
             scaler.load_state_dict(state_to_dict(state, policy))
         for finite in trace:
             scaler.scale(torch.ones((), device="mps"))
-            param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
+            param.grad = torch.full((1,), 1.0 if finite else INF, device="mps")
             scaler.step(optimizer)
             info = scaler.update()
             before, expected = expected, policy.update(expected, finite)
@@ -84,7 +78,7 @@ def test_states_that_the_kernel_could_not_continue(fields):
 def _step(scaler, param, optimizer, finite=True):
     """Take a step on the emulated device; return its outcome, and what `update` runs there."""
     scaler.scale(torch.ones((), device="mps"))
-    param.grad = torch.full((2,), 1.0 if finite else INF, device="mps")
+    param.grad = torch.full((1,), 1.0 if finite else INF, device="mps")
     scaler.step(optimizer)
     before = len(Emulated.calls)
     return scaler.update(), Emulated.calls[before:]
@@ -93,7 +87,7 @@ def _step(scaler, param, optimizer, finite=True):
 def test_what_an_update_runs_on_a_device():
     """After an ordinary step the host has read the flag, and writes only a changed scale; else seven or eight calls."""
     with Emulated("mps"):
-        param, fused = _one("mps", fused=True)
+        param, fused = one(True, "mps")
         ordinary = torch.optim.SGD([param], lr=0.5)
         scaler = GradScaler("mps", growth_interval=2)
         _step(scaler, param, ordinary)
@@ -106,14 +100,14 @@ def test_what_an_update_runs_on_a_device():
             assert len([each for each in calls if "unbind" not in each]) <= most, calls  # it makes views
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@EITHER_KIND
 def test_loading_leaves_the_state_where_it_is(fused):
     """The scale is written in place, as a new one is, and the outcome of a step is known where it was known before.
 
     Accelerate makes the tensors a second time after each load under FSDP2, which does nothing.
     """
     with Emulated("mps"):
-        param, optimizer = _one("mps", fused=fused)
+        param, optimizer = one(fused, "mps")
         scaler = GradScaler("mps", init_scale=8.0)
         before, kept, tracker = _step(scaler, param, optimizer)[0], scaler._scale, scaler._growth_tracker
         scaler.load_state_dict(GradScaler("cpu", init_scale=64.0).state_dict())
@@ -133,21 +127,21 @@ def test_loading_leaves_the_state_where_it_is(fused):
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 @pytest.mark.parametrize("value", [1.0, 2.0, float("nan")])
 @pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
-@pytest.mark.parametrize("fused", [False, True])
+@EITHER_KIND
 def test_a_flag_that_was_changed_in_place_counts(fused, call, value, device):
     """A trainer may reduce the flags over its ranks between `unscale_` and `step`; any but 0 is an overflow."""
     with Emulated("mps"):
-        param, optimizer = _one(device, fused=fused)
+        param, optimizer = one(fused, device)
         scaler = GradScaler(device, init_scale=8.0)
         for scale in (4.0, 2.0):  # while the host knows the state, and from then on
             scaler.scale(torch.ones((), device=device))
-            param.grad = torch.ones(2, device=device)
+            param.grad = torch.ones(1, device=device)
             getattr(scaler, call)(optimizer, *[1.0] * (call != "unscale_"))
             for flag in scaler._found_inf_per_device(optimizer).values():
                 (flag.data if device == "cpu" else flag).fill_(value)  # on the host also without a new version
             scaler.step(optimizer)
             assert bool(scaler.update().overflowed)
-            assert (param.tolist(), scaler.get_scale()) == ([1.0, 1.0], scale)
+            assert (param.item(), scaler.get_scale()) == (1.0, scale)
 
 
 def test_each_flag_is_on_the_device_of_its_key():
@@ -172,9 +166,9 @@ def test_each_flag_is_on_the_device_of_its_key():
 @few_examples
 def test_replays_update_as_the_policy_does(policy, trace):
     """Every counter included; a loaded state and a new scale take effect at the next replay."""
-    param, optimizer = _one(fused=True)
+    param, optimizer = one(fused=True)
     scaler = GradScaler("cpu", policy=policy)
-    param.grad = torch.zeros(2)
+    param.grad = torch.zeros(1)
     scaler.place_on("cpu")
     with RecordedGraph() as graph:
         scaler.step(optimizer)
