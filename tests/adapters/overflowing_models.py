@@ -145,56 +145,14 @@ MODELS = {
 SHAPES = {"InstanceNorm": (8, 1, 8, 16), "long sum": (2, 1024, 16)}
 
 
-def _of_t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, feed_forward_proj="gated-gelu",
-        pad_token_id=0, decoder_start_token_id=0,
-    )  # fmt: skip
-    model = T5ForConditionalGeneration(config)
-    _scaled(model.encoder.block[1].layer[1].DenseReluDense.wo, 1e6)
-    return model
-
-
-def _of_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
-    _scaled(model.model.layers[1].mlp.up_proj, 1e4)
-    _scaled(model.model.layers[1].mlp.gate_proj, 1e4)
-    _scaled(model.model.layers[1].mlp.down_proj, 1e-7)
-    return model
-
-
-def _of_gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, attn_implementation="eager",
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    _scaled(model.transformer.h[1].attn.c_attn, 3e4)
-    return model
-
-
-FROM_TRANSFORMERS = {"T5": _of_t5, "Llama": _of_llama, "GPT-2": _of_gpt2}
-"""Models with random weights of which some are scaled up."""
-
-
 def made(name):
     """Return a model and its loss, a function of whether autocast computes it in float16."""
     torch.manual_seed(0)
-    model = (MODELS | FROM_TRANSFORMERS)[name]().eval()  # without dropout, so that runs can be compared
+    model = MODELS[name]().eval()  # without dropout, so that runs can be compared
     x = torch.randn(SHAPES.get(name, (8, 6, 16)))
-    tokens = torch.randint(0, 32, (8, 6))
 
     def loss_of(in_float16=True):
         with torch.autocast("cpu", torch.float16, enabled=in_float16):
-            if name in FROM_TRANSFORMERS:
-                return model(input_ids=tokens, labels=tokens).loss
             y = x.flatten(2).sum(-1).tanh()[..., None] if name in SHAPES else x[..., :4].tanh()
             if isinstance(model, WithLoss):
                 return model(x, y)

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lossscale_core import DynamicScaling
 from lossscale_torch import GradScaler, float32_plan, keep_in_float32, range_report
-from tests.adapters.overflowing_models import FROM_TRANSFORMERS, MODELS, Experts, made
-from tests.sweeping import IS_SWEEP
+from tests.adapters.overflowing_models import MODELS, Experts, made
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:lr_scheduler")]
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
@@ -52,8 +51,7 @@ def _counted_plan(model, loss_fn):
     return float32_plan(model, counting), len(passes)
 
 
-@pytest.mark.filterwarnings("default")  # of transformers
-@pytest.mark.parametrize("name", [*MODELS, *(FROM_TRANSFORMERS if IS_SWEEP else ())])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_plan_makes_training_work(name):
     """Steps are skipped before and not after, to float32's loss; no name can be left out; the passes are few."""
     model, loss_of = made(name)

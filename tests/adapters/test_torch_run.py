@@ -443,7 +443,7 @@ def test_a_forked_process_writes_its_own_rows(run, tmp_path, monkeypatch):
     assert sorted(int(row["step"]) for row in rows) == [0, 1, 2, 2, 3, 3, 4]
 
 
-def test_a_full_disk_hides_no_diagnosis(run, tmp_path):
+def test_a_full_disk_hides_no_diagnosis(tmp_path):
     """The trace ends, and the summary at the exit is printed all the same."""
     script = """
         import resource, signal
@@ -451,7 +451,7 @@ def test_a_full_disk_hides_no_diagnosis(run, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (90, 90))
         train(torch.amp.GradScaler("cpu", init_scale=8.0))
     """
-    done, _ = _traced(run, tmp_path, script)
+    done, _ = _traced(_launched(), tmp_path, script)
     assert "the trace ends at step" in done.stderr
     assert "2 of 8 steps skipped" in done.stderr.splitlines()[-1]
 

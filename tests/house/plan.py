@@ -149,7 +149,7 @@ TESTS = {
         _gradients: clipping odd_gradients devices norms
         _step_info: scaler hooks
         _versions: versions scaler
-        _ranks: distributed distributed_edges norms
+        _ranks: distributed norms
         _snapshots: attempts hooks transactions
         _state _placement: states scaler synchronisation loops
         _checkpoint: scaler broken_files other_tools messages
