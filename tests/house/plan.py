@@ -125,11 +125,11 @@ TESTS = {
     "lossscale_core": """
         _policy _state: policy_rule tolerant_policy policy_settings testing
         _base: own_policies check_policy mistakes
-        _arrays _tree: verbs all_finite mistakes
+        _arrays _tree: verbs all_finite mistakes conformance
         _settings: policy_settings config mistakes
         _config: config mistakes own_policies
         _checkpoint: checkpoint mistakes own_policies guard
-        _files: config command/files
+        _files: config command/files command/hostile_files
         _messages errors: mistakes policy_settings config report
         _gradient_range: gradient_range mistakes
         _guard: guard mistakes
