@@ -22,7 +22,8 @@ STREAK = b'kind = "dynamic"\ninit_scale = 1e36\nmax_scale = 1e37\nmax_overflow_s
 FLOOD = json.dumps({"x" * 1_000_000: 1, **{f"key{n}": 1 for n in range(1000)}}).encode()
 ODD = b'{"scale": 8.0, "_growth_tracker": Infinity}'
 REFUSED = [
-    ("large.toml", POLICY, b"#" * 2**17, "has 131072 bytes, but a policy may have 65536 at most"),
+    ("large.toml", POLICY, b"#" * (2**16 + 1), "has 65537 bytes, but a policy may have 65536 at most"),
+    ("full.toml", POLICY, b"#\n" * 2**15, "no 'kind'"),
     ("large.json", POLICY, b" " * 2**17, "may have 65536 at most"),
     ("large_config.json", CONVERT, b" " * MIB, "may have 65536 at most"),
     ("dotted.toml", POLICY, b"a." * 20_000 + b"a = 1", "line 1 has 40005 characters"),
@@ -83,19 +84,19 @@ REFUSED = [
     ("none.py", "run {}", None, "none.py is not a script"),
     ("", "demo --weight nan", None, "--weight"),
     ("", "--colour", None, "--colour"),
-    ("terabyte.csv", PLOT, None, "may have 67108864 at most"),
+    ("large.csv", PLOT, None, "has 67108865 bytes, but a trace may have 67108864 at most"),
 ]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder with FIFOs, links to devices, a folder and a CSV file of a terabyte that takes no room."""
+    """Return a folder with FIFOs, links to devices, a folder and a large CSV file that takes no room."""
     for suffix in ("toml", "json", "csv"):
         os.mkfifo(tmp_path / f"fifo.{suffix}")
         (tmp_path / f"zero.{suffix}").symlink_to("/dev/zero")
     (tmp_path / "folder.csv").mkdir()
-    with (tmp_path / "terabyte.csv").open("wb") as file:
-        file.truncate(2**40)
+    with (tmp_path / "large.csv").open("wb") as file:
+        file.truncate(2**26 + 1)
     return tmp_path
 
 

@@ -49,6 +49,8 @@ def test_a_gradient_that_misses_the_scale_is_named(added):
     # A gradient that is clamped is zero at a scale of zero, and does not double.
     clamped = gradient_range(lambda scale: {"w": np.clip(np.float32(scale) * np.ones(3), -1.0, 1.0)})
     assert clamped.unscaled == ["w"]
+    scaled_again = gradient_range(lambda scale: {"w": np.float64(scale) ** 1.5 * np.ones(3)})
+    assert scaled_again.unscaled == ["w"]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

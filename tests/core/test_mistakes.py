@@ -49,6 +49,7 @@ MISTAKES = {
         (DynamicScaling, {"scale_window": 9}, "'scale_window' is called growth_interval in DynamicScaling; write"),
         (DynamicScaling, {"scale_window": 9}, "write growth_interval=9"),
         (SpikeGuard, {"treshold": 8.0}, "'treshold' is not an argument of SpikeGuard; did you mean 'threshold'?"),
+        *((each, (8.0,), "takes 1 positional argument but 2 were given") for each in (DynamicScaling, SpikeGuard)),
         # arguments in another order
         (_update, (True, STATE), f"state=True is not a state, since it has no loss_scale; {CALL_UPDATE}"),
         (NoScaling().update, (True, STATE), CALL_UPDATE),

@@ -40,6 +40,7 @@ IMPORTS = {  # what the tests of a package import, and a worker has imported bef
 }
 BACKENDS = {"lossscale_keras": ["tensorflow", "jax", "torch"]}
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+SHORT = 30  # characters
 OUTCOMES = ["killed", "endless", "survived", "equivalent", "broken"]
 LOWEST, LOWEST_OF_PACKAGE, MOST_EQUIVALENT = 0.92, 0.88, 0.05
 
@@ -70,6 +71,8 @@ class Mutant:
         changed = [each for each in steps if each[0] != "equal"]
         (_, first, _, start, _), (_, _, last, _, end) = changed[0], changed[-1]
         self.line = first + 1
+        if len(old[first].strip()) < SHORT and old[:first] and new[:start]:  # the line above tells equal ones apart
+            first, start = first - 1, start - 1
         self.before, self.after = (" ".join(" ".join(each).split()) for each in (old[first:last], new[start:end]))
         self.outcome, self.failed = "", []
 
