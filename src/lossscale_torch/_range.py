@@ -234,12 +234,10 @@ class Passes:
             seed = torch.full_like(self._loss, loss_scale)
             self._attached_with.fill_(loss_scale)
             # Each pass draws the same random numbers. The graph is kept, so that loss_fn may draw another batch.
-            put_back = random_states()
-            try:
-                with attached_with(self._attached_with), _Recorder(self._places) as recorder:
-                    torch.autograd.backward(self._loss, seed, retain_graph=True)
-            finally:
-                put_back()
+            undo = contextlib.ExitStack()
+            with undo, attached_with(self._attached_with), _Recorder(self._places) as recorder:
+                undo.callback(random_states())
+                torch.autograd.backward(self._loss, seed, retain_graph=True)
             norms = {}
             for param, name in self._names.items():
                 if param.grad is not None:

@@ -44,7 +44,8 @@ from lossscale_torch._placement import PlacedScaler
 from lossscale_torch._state import READY, STEPPED, UNSCALED, OnDevice
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled, warn
-from lossscale_torch.hooks import Guard, Hook, Protect, Resumption, SameOnRanks, Watch, require_hooks, total_norm
+from lossscale_torch._watch import Watch
+from lossscale_torch.hooks import Guard, Hook, Protect, SameOnRanks, require_hooks, total_norm
 
 _MANY = 64
 Losses = TypeVar("Losses", bound=Tensor | list[Any] | tuple[Any, ...] | dict[Any, Any])
@@ -146,7 +147,7 @@ class GradScaler(PlacedScaler):
         self._watch = Watch()
         undoing = [Protect(protect)] if protect and enabled else []
         self._ranks = SameOnRanks(process_group, norm_group)
-        self._hooks: list[Hook] = [*undoing, *vetoing, self._ranks, *guards, Resumption(), self._watch]
+        self._hooks: list[Hook] = [*undoing, *vetoing, self._ranks, *guards, self._watch]
 
     # A step, in its order.
 
@@ -274,7 +275,7 @@ class GradScaler(PlacedScaler):
         kind = kind_of(optimizer)
         if record["stage"] is READY and kind.check:
             getattr(self, "unscale_" if self._needs_norm else kind.check)(optimizer)
-        for hook in [*self._hooks]:
+        for hook in self._hooks:
             hook.before_step(self, optimizer, record)
             if self._can_veto:
                 _require_flags(record["found_inf_per_device"], hook)
@@ -401,6 +402,8 @@ class GradScaler(PlacedScaler):
         require_optimizer(optimizer, caller)
         record = self._per_optimizer_states[id(optimizer)]
         record["optimizer"] = optimizer
+        if "was_applied" in record:  # in an earlier try of `attempts`; it is left alone
+            return record
         if caller == "skip":
             if self._enabled and record["stage"] is STEPPED:
                 self._require_open(record, caller)
@@ -427,8 +430,6 @@ class GradScaler(PlacedScaler):
     def _require_open(self, record: dict[str, Any], caller: str) -> None:
         """Raise an error if an optimizer cannot be unscaled or stepped any more."""
         unscales = caller.startswith("unscale_")
-        if "was_applied" in record:
-            return
         if record["stage"] is UNSCALED and unscales:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if "given_up" in record:
@@ -459,9 +460,8 @@ class GradScaler(PlacedScaler):
 
     def _unscales_as_torch(self) -> bool:
         """Return whether no subclass and no assignment to this scaler has replaced the way to unscale."""
-        kind, names = type(self), ("unscale_", "_unscale_grads_")
-        is_ours = kind.unscale_ is GradScaler.unscale_ and kind._unscale_grads_ is GradScaler._unscale_grads_
-        return is_ours and vars(self).keys().isdisjoint(names)
+        names = "unscale_", "_unscale_grads_"
+        return all(getattr(getattr(self, name), "__func__", None) is getattr(GradScaler, name) for name in names)
 
     def _decide(self, records: dict[int, Any], has_read: bool, new_scale: Any, is_whole: bool) -> StepInfo:
         """Let the policy move the scale by the flags of the step, and return the outcome."""

@@ -175,6 +175,4 @@ def _readable(values: Tensor) -> Tensor:
 
 def _on_device_of(loss_scale: Any, tensor: Tensor) -> Any:
     """Return `loss_scale` in a form that can be combined with `tensor` in an expression."""
-    if not isinstance(loss_scale, Tensor):
-        return float(loss_scale)
-    return loss_scale if loss_scale.get_device() == tensor.get_device() else moved(loss_scale, tensor.device)
+    return moved(loss_scale, tensor.device) if isinstance(loss_scale, Tensor) else float(loss_scale)

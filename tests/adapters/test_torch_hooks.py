@@ -110,7 +110,7 @@ def test_a_copy_has_hooks_and_a_guard_of_its_own(copied):
     assert (other.state_dict()["veto"], scaler.state_dict()["veto"]) == (3, 3)
 
 
-# -- Resumption --------------------------------------------------------------------------------------------------------
+# -- a new scaler ------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_scaler_beside_an_optimizer_that_has_stepped():

@@ -47,13 +47,15 @@ PLAN = {
         _optimizers: _gradients _state _versions
         _attach: _gradients _versions
         hooks: _gradients _optimizers _ranks _snapshots _state _step_info _versions
+        _watch: _gradients _step_info _versions hooks
         _clip: _gradients _optimizers _state
         _report: _gradients _verbs
         _range: _attach _gradients _snapshots _verbs
         _float32: _gradients _range
         _skip_log: _gradients _report _state _step_info hooks
         _attempts: _gradients _snapshots _state _step_info _versions
-        _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _placement _state _step_info _versions hooks
+        _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _placement _state _step_info _versions
+            _watch hooks
         _guarded: _clip _gradients _optimizers _ranks _scaler _skip_log _state _step_info _versions hooks
         __init__: _float32 _guarded _range _report _scaler _step_info _verbs hooks
         testing: _gradients _scaler _step_info hooks
@@ -155,7 +157,8 @@ TESTS = {
         _checkpoint: scaler broken_files other_tools messages
         _verbs: conformance/backends@torch conformance/wrong_arguments@torch odd_gradients
         _optimizers: odd_optimizers states transactions loops
-        hooks: hooks guard transactions watch
+        hooks: hooks guard transactions
+        _watch: watch loops transactions messages
         _attach: attach penalty
         _clip: clipping norms fuzz
         _report: reports messages
