@@ -14,6 +14,7 @@ from lossscale_core import (
     FixedScaling,
     NoScaling,
     SpikeGuard,
+    StepInfo,
     diagnose,
     dump_policy,
     init_state,
@@ -177,6 +178,7 @@ def test_the_overflow_streak_is_limited_by_the_policy(tmp_path):
 @pytest.mark.parametrize("finite", [True, False])
 def test_a_step_info_is_true_if_and_only_if_the_step_was_applied(xp, streak, finite):
     """A NamedTuple of its own would always be true; and it is known if `skipped_steps` counts no further."""
+    assert StepInfo(finite, 1.0, 1.0, streak)[4:] == (False, False)  # where it is left out
     policy = DynamicScaling()
     before = policy.init_state()._replace(steps=FULL, skipped_steps=FULL, overflow_streak=np.int32(streak))
     if xp is not None:
