@@ -131,7 +131,7 @@ def test_a_new_scaler_beside_an_optimizer_that_has_stepped():
 class _Reimplemented(GradScaler):
     """A subclass with torch's own lines in the place of ours."""
 
-    def _maybe_opt_steps(self, optimizer, optimizer_state, *args, **kwargs):
+    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
         if not sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):
             return optimizer.step(*args, **kwargs)
         return None
