@@ -15,7 +15,7 @@ SCALE, COUNT = "2**-126 to 2**126", "a whole number from 1 to 2**31 - 1; pass "
 BROKEN = [
     *(("init_scale", value, SCALE) for value in (math.inf, math.nan, 10**400, True)),
     ("growth_factor", 1.0 + 2.0**-30, "above 1"),
-    *(("backoff_factor", value, "between 0 and 1") for value in (0.0, 1.0 - 2.0**-40)),
+    *(("backoff_factor", value, "between 0 and 1") for value in (0.0, 1.0 - 2.0**-25)),
     *(("growth_interval", value, COUNT) for value in (0, False, "500", 2**31, 2000.5)),
     *(("hysteresis", value, COUNT) for value in (0, math.inf)),
     ("cooldown", -1, "whole number from 0"),

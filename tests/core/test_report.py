@@ -52,6 +52,8 @@ DIAGNOSES = [
     (DynamicScaling(init_scale=1.0), "4F", f"not started: no step applied yet, 4 of 4 .*{LOOK}, or lower min_scale."),
     (AdditiveScaling(), "3F", r"calibrating: 3 of 3 .* comes down from 2\*\*10, now 128.*"),
     (FROM_HIGH(), "11F 150T 1F 1T", "healthy: 12 of 163 .*"),  # one overflow long after the calibration
+    (DynamicScaling(), "1T 2F 3T", "calibrating: 2 of 6 .*"),
+    (DynamicScaling(), "1T 2F 4T", "healthy: 2 of 7 .*"),
     (DynamicScaling(), "1T " + "2F 1T " * 5, "skipping too often.*"),
     (DynamicScaling(), "1F 1T " * 16, "skipping too often.*"),
     (DynamicScaling(), "17F 1T", "healthy.*"),  # all the way down
