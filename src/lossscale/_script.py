@@ -31,16 +31,9 @@ def execute(program: list[str], *, is_module: bool) -> None:
     except BaseException as error:
         frames = error.__traceback__ and error.__traceback__.tb_next  # the first is this function's
         sys.excepthook(type(error), error.with_traceback(frames), frames)
-        _forget_file(main, is_module)
         # The interpreter ends the process as for any error, and a KeyboardInterrupt by its signal.
         sys.excepthook = lambda *_: None
         raise
-    _forget_file(main, is_module)
-
-
-def _forget_file(main: ModuleType, is_module: bool) -> None:
-    for name in () if is_module else ("__file__", "__cached__"):  # Python deletes them before threads and the exit
-        vars(main).pop(name, None)
 
 
 def _script(path: str) -> tuple[ModuleType, CodeType]:

@@ -103,12 +103,12 @@ import argparse, atexit, os, pickle, signal, sys, threading
 class Own:
     pass
 
-def show(*names):
-    print("late", type(pickle.loads(pickle.dumps(Own()))), sys.path[0], *names)
+def show():
+    print("late", type(pickle.loads(pickle.dumps(Own()))), sys.path[0])
 
 print(__file__)
 argparse.ArgumentParser().parse_args()
-atexit.register(lambda: show(sorted(globals())))
+atexit.register(show)
 threading.Thread(target=lambda: (threading.main_thread().join(), show())).start()
 """
 ENDINGS = {
