@@ -19,8 +19,10 @@ class Buffers:
     @torch.no_grad()
     def __init__(self, root: Module) -> None:
         found = [(module, name, buffer) for module in root.modules() for name, buffer in module._buffers.items()]
-        copies = {b: torch.empty_like(b) for *_, b in found if b is not None and _can_be_written(b)}
-        for bucket in buckets(copies):  # one call for each device and dtype
+        can_copy = [buffer for *_, buffer in found if buffer is not None and _can_be_written(buffer)]
+        copies = {each: torch.empty_like(each) if type(each) is Tensor else each.clone() for each in can_copy}
+        for bucket in buckets(each for each in can_copy if type(each) is Tensor):
+            # One call for each device and dtype; torch has none for buffers on a mesh, as `distribute_module` makes.
             torch._foreach_copy_([copies[buffer] for buffer in bucket], bucket)
         self._entries = [(module, name, b, copies[b]) for module, name, b in found if b in copies]
         self._absent = [(module, name) for module, name, buffer in found if buffer is None]

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_core.errors import SyncError
@@ -204,6 +204,28 @@ def test_which_communication_hooks_need_a_group():
 
 
 # --- a rank outside of the group
+
+
+def _protect_on_a_mesh(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    for fused in (False, True):
+        model = distribute_module(torch.nn.BatchNorm1d(4, affine=False), mesh)
+        model.register_buffer("plain", torch.zeros(1))
+        param = torch.nn.Parameter(torch.ones(8, 4))
+        optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+        scaler = GradScaler("cpu", protect=model, process_group=dist.group.WORLD)
+        for value, count in ((1.0, 1), (float("inf"), 1), (1.0, 2)):
+            out = model(distribute_tensor(param.detach().clone(), mesh, [Replicate()]))
+            param.grad = torch.full_like(param, value if rank else 1.0)
+            scaler.scale(out.to_local().sum())
+            scaler.step(optimizer)
+            assert bool(scaler.update().applied) == (value == 1.0)
+            assert model.num_batches_tracked.full_tensor().item() == count
+
+
+def test_buffers_on_a_mesh_are_protected():
+    """`distribute_module` puts the statistics of a module on its mesh."""
+    _on_ranks(2, _protect_on_a_mesh)
 
 
 def _stand_outside(rank, world_size):
