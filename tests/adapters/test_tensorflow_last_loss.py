@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -520,27 +521,13 @@ def test_another_state_ends_the_step_that_was_begun(tmp_path):
 
 def test_two_threads():
     """Each thread's gradient is unscaled by the scale that it used, whatever the other does in between."""
-    two, scaled, grown, found = Two(), threading.Event(), threading.Event(), []
-
-    def first():
-        grads = two.scaled(0, 3.0)
-        scaled.set()
-        grown.wait(30)
-        found.extend(two.unscale(grads))
-
-    def second():
-        scaled.wait(30)
+    two, (first, second) = Two(), (ThreadPoolExecutor(1) for _ in range(2))
+    with first, second:
+        three = first.submit(two.scaled, 0, 3.0).result()
         two.optimizer.dynamic_scale.assign(16.0)
-        grads = two.scaled(0, 5.0)
-        grown.set()
-        found.extend(two.unscale(grads))
-
-    threads = [threading.Thread(target=each) for each in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(map(float, found)) == [3.0, 5.0]
+        five = second.submit(two.scaled, 0, 5.0).result()
+        found = [*first.submit(two.unscale, three).result(), *second.submit(two.unscale, five).result()]
+    assert [float(each) for each in found] == [3.0, 5.0]
 
 
 @pytest.mark.parametrize("by", ["get_scaled_loss", "scale_loss"])
