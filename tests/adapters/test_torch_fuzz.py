@@ -186,12 +186,11 @@ def _with_hook(device, **settings):
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
-@pytest.mark.parametrize("make_scaler", [GradScaler, _with_hook], ids=["plain", "hook"])
-def test_random_programs(make_scaler):
-    """Each step leaves the same bits and errors; also with a hook that does nothing."""
+def test_random_programs():
+    """Each step leaves the same bits and errors; half of them with a hook that does nothing."""
     for seed in range(PROGRAMS):
         *made, steps = _program(seed)
-        theirs, ours = (_Side(make, *made) for make in (torch.amp.GradScaler, make_scaler))
+        theirs, ours = (_Side(make, *made) for make in (torch.amp.GradScaler, (GradScaler, _with_hook)[seed % 2]))
         for number, step in enumerate(steps):
             theirs.run(number, step)
             ours.run(number, step)

@@ -9,7 +9,7 @@ import torch
 from lossscale import state_from_tool
 from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
 from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, PolicyError
-from lossscale_torch import GradScaler, guarded, overflow_report
+from lossscale_torch import GradScaler, guarded, init_state, overflow_report, scale
 from lossscale_torch.hooks import Hook
 
 INF, NAN = float("inf"), float("nan")
@@ -210,6 +210,11 @@ ERRORS = {
     "a loss of a number": _loss("3", 3),
     "no loss": _loss("None", None),
     "a loss of text": _loss("'loss'", "loss"),
+    "the verb's loss of text": (
+        lambda: scale("loss", init_state("dynamic")),
+        TypeError,
+        "'loss' is not a number",
+    ),
     "a number among losses": _loss("3", [torch.ones(()), 3]),
     "a module stepped": _not_optimizer(lambda: _ready().step(LINEAR), "Linear"),
     "parameters clipped": _not_optimizer(lambda: _ready().unscale_and_clip_(LINEAR.parameters(), 1.0), "generator"),

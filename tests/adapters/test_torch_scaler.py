@@ -3,7 +3,6 @@
 `test_torch_fuzz.py` shows that it does what torch's scaler does, and `test_torch_differences.py` where it does not.
 """
 
-import io
 import json
 import sys
 import threading
@@ -133,21 +132,6 @@ def test_what_a_device_knows_stays_what_it_was():
 
 
 # -- checkpoints and copies --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("source", [GradScaler, torch.amp.GradScaler])
-@pytest.mark.parametrize("target", [GradScaler, torch.amp.GradScaler])
-def test_checkpoints_load_in_torch_and_ours(source, target):
-    """Through `torch.save` and `weights_only` loading: the next scales are those of the uninterrupted run."""
-    trace = [True, True, False, True, True, True, True, False, True, True] * 3
-    arguments = {"init_scale": 2.0**10, "growth_interval": 4, "backoff_factor": 0.25}
-    whole, first, second = torch.amp.GradScaler("cpu", **arguments), source("cpu", **arguments), target("cpu")
-    _steps(first, trace[:17])
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    second.load_state_dict(torch.load(file, weights_only=True))
-    assert _steps(second, trace[17:])[2] == _steps(whole, trace)[2][17:]
 
 
 @COPIES

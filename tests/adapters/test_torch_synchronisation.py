@@ -8,8 +8,9 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from lossscale_core import SpikeGuard
-from lossscale_torch import GradScaler, all_finite, init_state, scale
+from lossscale_torch import GradScaler, all_finite
 from tests.adapters.emulated_device import Emulated
+from tests.adapters.torch_steps import EITHER_KIND, INF, one
 
 CALLS = {
     "step": lambda scaler, optimizer: None,
@@ -32,7 +33,7 @@ def _reads(call, fused, finite=True, protects=False, **settings):
             for _ in range(5):
                 scaler.scale(torch.ones((), device="mps"))
             for param in params:
-                param.grad = torch.full((3,), 1.0 if finite else float("inf"), device="mps")
+                param.grad = torch.full((3,), 1.0 if finite else INF, device="mps")
             CALLS[call](scaler, optimizer)
             scaler.step(optimizer)
             scaler.update()
@@ -43,7 +44,7 @@ def _reads(call, fused, finite=True, protects=False, **settings):
 @pytest.mark.parametrize("settings", [{}, {"guard": SpikeGuard()}, {"protects": True}], ids=["", "guard", "protect"])
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("fused", [False, True])
+@EITHER_KIND
 def test_how_often_a_step_waits(fused, call, finite, settings):
     """Once for an ordinary optimizer, never for a fused one or for metrics.
 
@@ -57,23 +58,18 @@ def test_how_often_a_step_waits(fused, call, finite, settings):
 def test_what_never_waits(call):
     """As the table of docs/torch.md says, also when the state is on the device."""
     with Emulated("mps") as device:
-        param = torch.nn.Parameter(torch.ones(3, device="mps"))
-        optimizer = torch.optim.SGD([param], lr=0.1)
-        scaler = GradScaler("mps")
+        (_, optimizer), scaler = one(device="mps"), GradScaler("mps")
         scaler.place_on("mps")
-        scaler.scale(torch.ones((), device="mps"))
+        loss, x = torch.ones((), device="mps"), torch.ones(3, device="mps")
+        arguments = {"scale": (loss,), "attach": (x, loss), "skip": (optimizer,), "place_on": ("mps",)}
+        scaler.scale(loss)
         before = device.reads
-        {
-            "scale": lambda: scaler.scale(torch.ones((), device="mps")),
-            "attach": lambda: scaler.attach(torch.ones(3, device="mps"), torch.ones((), device="mps")),
-            "skip": lambda: scaler.skip(optimizer),
-            "place_on": lambda: scaler.place_on("mps"),
-        }[call]()
+        getattr(scaler, call)(*arguments[call])
         assert device.reads == before
 
 
 @pytest.mark.filterwarnings("default:The .grad attribute")  # Dynamo's own, where it resumes within a training step
-@pytest.mark.parametrize("fused", [False, True])
+@EITHER_KIND
 def test_a_changing_scale_does_not_recompile(fused):
     """One compiled training step serves every scale."""
     torch._dynamo.reset()
@@ -91,7 +87,7 @@ def test_a_changing_scale_does_not_recompile(fused):
         optimizer.zero_grad()
         train(torch.ones(2, 4))
         if step % 3 == 2:
-            model.weight.grad[0, 0] = float("inf")
+            model.weight.grad[0, 0] = INF
         scaler.step(optimizer)
         scaler.update()
         scales.add(scaler.get_scale())
@@ -104,12 +100,6 @@ def test_importing_leaves_the_compiler_alone():
     """It takes longer to import than this package, and a plain loop has no use for it."""
     code = "import sys, lossscale_torch; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_loss_that_is_no_number_is_named():
-    """In the place of a tensor."""
-    with pytest.raises(TypeError, match="'loss' is not a number"):
-        scale("loss", init_state("dynamic"))
 
 
 def test_sparse_duplicates_that_overflow_in_their_sum():

@@ -11,9 +11,9 @@ from lossscale_core import DynamicScaling
 from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
+from tests.adapters.torch_steps import EITHER_KIND, one
 
-NAN = [float("nan")]
-FINE = [1.0]
+NAN, FINE = [math.nan], [1.0]
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +21,9 @@ def _log_everything(caplog):
     caplog.set_level(logging.INFO, "lossscale")
 
 
-EACH = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
-
-
 def _run(scaler, grads, fused=False, device="cpu"):
     """Take a step with each of these gradients, as a plain loop does, which reads nothing."""
-    param = torch.nn.Parameter(torch.ones(1, device=device))
-    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+    param, optimizer = one(fused, device)
     for grad in grads:
         scaler.scale(torch.ones((), device=device))
         param.grad = torch.full((1,), grad, device=device)
@@ -40,7 +36,7 @@ def _events(caplog):
     return [(record.event, record.steps) for record in caplog.records]
 
 
-@EACH
+@EITHER_KIND
 def test_a_plain_loop_on_a_cpu_is_logged(fused, caplog):
     """It reads nothing: overflows that do not end, and the floor; of a run that is healthy soon it says nothing."""
     _run(GradScaler("cpu"), NAN * 200, fused)
@@ -51,7 +47,7 @@ def test_a_plain_loop_on_a_cpu_is_logged(fused, caplog):
     assert _events(caplog) == []
 
 
-@EACH
+@EITHER_KIND
 def test_the_log_waits_for_no_device(fused, caplog):
     """It needs no more reads than the steps themselves; after a fused optimizer it waits until the state is read."""
     with Emulated("mps") as device:
@@ -62,7 +58,7 @@ def test_the_log_waits_for_no_device(fused, caplog):
     assert _events(caplog) == ([] if fused else [("skipping too often", 32)])
 
 
-@EACH
+@EITHER_KIND
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_a_streak_of_overflows_is_an_error_once_the_host_knows_it(device, fused):
     """At the limit, and again only after another streak; on a device nothing is raised where nothing is read."""
