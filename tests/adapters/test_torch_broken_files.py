@@ -9,6 +9,7 @@ import torch
 
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 from lossscale_torch import GradScaler
+from tests.adapters.torch_steps import one, take_step
 
 LONGEST = 3000
 
@@ -100,10 +101,7 @@ def test_factors_of_one_are_taken(is_loaded):
         scaler.set_growth_factor(1)
         scaler.set_backoff_factor(1.0)
         scaler.set_growth_interval(1)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    _, optimizer = one()
     for value in (1.0, float("inf")):
-        scaler.scale(torch.ones(()))
-        optimizer.param_groups[0]["params"][0].grad = torch.full((1,), value)
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(scaler, optimizer, value)
     assert scaler.get_scale() == pytest.approx(8.0, rel=1e-6)

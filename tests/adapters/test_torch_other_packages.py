@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import EITHER_KIND, INF, one
+from tests.adapters.torch_steps import EITHER_KIND, INF, one, take_step
 
 AGAINST_TORCH = pytest.mark.parametrize("base", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 
@@ -100,13 +100,9 @@ def test_what_is_written_between_step_and_update(base, device):
 def test_a_scale_that_is_set_at_each_update(device):
     """mmengine's fixed loss scale; a spike is still no applied step, on the host and on the device."""
     with Emulated("mps"):
-        param, optimizer = one(fused=True, device=device)
-        scaler = GradScaler(device, init_scale=16.0, guard=SpikeGuard(warmup=2))
+        (_, optimizer), scaler = one(True, device), GradScaler(device, init_scale=16.0, guard=SpikeGuard(warmup=2))
         for size in (1.0, 1.0, 1.0, 1e4):
-            scaler.scale(torch.ones((), device=device))
-            param.grad = torch.full((1,), size, device=device)
-            scaler.step(optimizer)
-            info = scaler.update(16.0)
+            info = take_step(scaler, optimizer, size, new_scale=16.0)
             assert bool(info.applied) == bool(info.applied_of(optimizer)) == (size == 1.0)
             assert (bool(info.spiked), scaler.get_scale()) == (size == 1e4, 16.0)
 

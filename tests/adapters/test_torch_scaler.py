@@ -15,21 +15,14 @@ from lossscale_core import DynamicScaling
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated, OnDevice
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.torch_steps import COPIES, EITHER_KIND, INF, one
+from tests.adapters.torch_steps import COPIES, EITHER_KIND, INF, one, take_step
 from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling
 
 
 def _steps(scaler, trace, fused=False, device="cpu"):
-    """Step over a trace of flags; return the parameter, the outcomes and the scale after each step."""
-    param, optimizer = one(fused, device)
-    infos, scales = [], []
-    for finite in trace:
-        scaler.scale(torch.ones((), device=device))
-        param.grad = torch.full((1,), 1.0 if finite else INF, device=device)
-        scaler.step(optimizer)
-        infos.append(scaler.update())
-        scales.append(scaler.get_scale())
-    return param, infos, scales
+    """Step over a trace of flags; return the outcomes."""
+    _, optimizer = one(fused, device)
+    return [take_step(scaler, optimizer, 1.0 if finite else INF) for finite in trace]
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
@@ -110,7 +103,7 @@ def test_a_policy_of_ones_own_tells_torch_nothing_false(policy):
 def test_what_the_host_knows_is_plain_numbers(fused):
     """`json.dumps` takes it, and `applied is True`; so it is on a CPU whatever the optimizer."""
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    _, (info,), _ = _steps(scaler, [True], fused)
+    (info,) = _steps(scaler, [True], fused)
     assert info.applied is True is scaler.last_step.applied
     assert json.loads(json.dumps(info)) == [True, 1024.0, 2048.0, 0, False, False]
     assert json.loads(json.dumps(scaler.metrics()))["applied_steps"] == 1
@@ -123,7 +116,7 @@ def test_what_a_device_knows_stays_what_it_was():
         scaler = GradScaler("mps", init_scale=1024.0, growth_interval=1)
         infos, numbers = [], []
         for _ in range(3):
-            infos += _steps(scaler, [True], fused=True, device="mps")[1]
+            infos += _steps(scaler, [True], fused=True, device="mps")
             numbers.append(scaler.metrics())
         assert [info.loss_scale_used.item() for info in infos] == [1024.0, 2048.0, 4096.0]
         assert [info.loss_scale_after.item() for info in infos] == [2048.0, 4096.0, 8192.0]

@@ -10,7 +10,7 @@ from lossscale_core import DynamicScaling, state_from_dict, state_to_dict
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.torch_steps import EITHER_KIND, INF, one
+from tests.adapters.torch_steps import EITHER_KIND, INF, one, take_step
 from tests.strategies import overflow_traces, policies
 from tests.sweeping import few_examples
 
@@ -19,15 +19,11 @@ def _require_states(policy, trace, state=None):
     """Step a fused optimizer on a device over a trace; each state and each outcome is the policy's own."""
     expected = policy.init_state() if state is None else state
     with Emulated("mps"):
-        param, optimizer = one(True, "mps")
-        scaler = GradScaler("mps", policy=policy)
+        (_, optimizer), scaler = one(True, "mps"), GradScaler("mps", policy=policy)
         if state is not None:
             scaler.load_state_dict(state_to_dict(state, policy))
         for finite in trace:
-            scaler.scale(torch.ones((), device="mps"))
-            param.grad = torch.full((1,), 1.0 if finite else INF, device="mps")
-            scaler.step(optimizer)
-            info = scaler.update()
+            info = take_step(scaler, optimizer, 1.0 if finite else INF)
             before, expected = expected, policy.update(expected, finite)
             fields = [float(each) for each in info[:5]]
             scales = [float(each.loss_scale) for each in (before, expected)]

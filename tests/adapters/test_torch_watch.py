@@ -11,7 +11,7 @@ from lossscale_core import DynamicScaling
 from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import EITHER_KIND, one
+from tests.adapters.torch_steps import EITHER_KIND, one, take_step
 
 NAN, FINE = [math.nan], [1.0]
 
@@ -23,12 +23,9 @@ def _log_everything(caplog):
 
 def _run(scaler, grads, fused=False, device="cpu"):
     """Take a step with each of these gradients, as a plain loop does, which reads nothing."""
-    param, optimizer = one(fused, device)
+    _, optimizer = one(fused, device)
     for grad in grads:
-        scaler.scale(torch.ones((), device=device))
-        param.grad = torch.full((1,), grad, device=device)
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(scaler, optimizer, grad)
     return scaler
 
 

@@ -25,6 +25,15 @@ def two(fused=False, **settings):
     return zip(*(one(fused, **settings) for _ in range(2)), strict=True)
 
 
+def take_step(scaler, optimizer, grad, new_scale=None):
+    """Take a step of an optimizer of one parameter, with a gradient of these elements; return its outcome."""
+    (param,) = optimizer.param_groups[0]["params"]
+    scaler.scale(torch.ones((), device=param.device))
+    param.grad = torch.full_like(param, grad)
+    scaler.step(optimizer)
+    return scaler.update(new_scale)
+
+
 def same(first, second):
     """Return whether all tensors of two collections are the same, bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
