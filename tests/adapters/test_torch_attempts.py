@@ -37,37 +37,50 @@ class Noting(nn.Module):
         return x
 
 
-@EITHER_KIND
-def test_the_bits_are_those_of_a_run_that_began_at_the_scale_that_was_found(fused):
-    """From 2**30 with 30 retries no batch is lost; buffers and random states are put back before each try."""
-
-    def run(init_scale, retries):
-        torch.manual_seed(0)
-        random.seed(1)
-        np.random.seed(1)
-        layers = nn.Linear(8, 16), nn.BatchNorm1d(16), Noting(), nn.Dropout(0.3), nn.Linear(16, 1)
-        model = nn.Sequential(*layers)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-        scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=10**6)
-        for step in range(30):
-            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
-            for attempt in scaler.attempts(model, retries=retries):  # noqa: B007  # used after the loop
-                optimizer.zero_grad()
-                for part in batch.chunk(2):
-                    noise = torch.tensor(np.random.rand(), dtype=torch.float32) + random.random()
+def _run(init_scale, retries=30, fused=False, kind=None, rank=0, world_size=1):
+    """Train in float16 with micro-batches and draws of all generators; return the scaler, and what it has trained."""
+    torch.manual_seed(0)
+    random.seed(1)
+    np.random.seed(1)
+    noting = [] if kind else [Noting()]
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), *noting, nn.Dropout(0.3), nn.Linear(16, 1))
+    if kind == "fsdp2":
+        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
+    model = DistributedDataParallel(model) if kind == "ddp" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    group = dist.group.WORLD if kind == "group" else None
+    scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=10**6, process_group=group)
+    for step in range(3 if kind else 30):
+        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(world_size * step + rank))
+        if kind and rank == step % world_size:
+            batch *= 101.0  # one rank overflows at lower scales than the other
+        for attempt in scaler.attempts(model, retries=retries):  # noqa: B007  # used after the loop
+            optimizer.zero_grad()
+            for part, is_last in zip(batch.chunk(2), (False, True), strict=True):
+                noise = torch.tensor(np.random.rand(), dtype=torch.float32) + random.random()
+                with model.no_sync() if kind == "ddp" and not is_last else contextlib.nullcontext():
                     with torch.autocast("cpu", torch.float16):
                         loss = model(part * noise).float().square().mean() * 40
                     scaler.scale(loss).backward()
-                scaler.unscale_and_clip_(optimizer, 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-            assert attempt.info
-        return scaler, [*model.parameters(), *model.buffers()]
+            scaler.unscale_and_clip_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert attempt.info
+    return scaler, copies([*_local(model), *model.buffers()])
 
-    scaler, found = run(2.0**30, retries=30)
+
+def _require_the_bits_of_a_run_that_began_lower(**how):
+    scaler, found = _run(2.0**30, **how)
     assert scaler.metrics()["skipped_steps"] > 5
-    _, began = run(scaler.get_scale(), retries=0)
+    _, began = _run(scaler.get_scale(), retries=0, **how)
     assert same(found, began)
+    return scaler
+
+
+@EITHER_KIND
+def test_the_bits_are_those_of_a_run_that_began_at_the_scale_that_was_found(fused):
+    """From 2**30 with 30 retries no batch is lost; buffers and random states are put back before each try."""
+    _require_the_bits_of_a_run_that_began_lower(fused=fused)
 
 
 # -- ways out of a loop ------------------------------------------------------------------------------------------------
@@ -320,38 +333,9 @@ def test_retries_keep_no_model_alive():
 
 
 def _on_a_rank(rank, world_size, kind, fused):
-    """From 2**30 each rank takes the tries of the others, and its bits are those of a run that began lower."""
-
-    def run(init_scale):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
-        if kind == "fsdp2":
-            fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
-        model = DistributedDataParallel(model) if kind == "ddp" else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-        group = dist.group.WORLD if kind == "group" else None
-        scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=10**6, process_group=group)
-        for step in range(3):
-            batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(world_size * step + rank))
-            batch *= 1.0 + 100.0 * (rank == step % world_size)  # one rank overflows at lower scales than the other
-            for attempt in scaler.attempts(model, retries=30):  # noqa: B007  # used after the loop
-                optimizer.zero_grad()
-                for part, is_last in zip(batch.chunk(2), (False, True), strict=True):
-                    with model.no_sync() if kind == "ddp" and not is_last else contextlib.nullcontext():
-                        with torch.autocast("cpu", torch.float16):
-                            loss = model(part).float().square().mean()
-                        scaler.scale(loss).backward()
-                scaler.unscale_and_clip_(optimizer, 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-            assert attempt.info
-        scaler.check_sync()
-        return scaler, copies([*_local(model), *model.buffers()])
-
-    scaler, found = run(2.0**30)
-    assert scaler.metrics()["skipped_steps"] > 5
-    _, began = run(scaler.get_scale())
-    assert same(found, began)
+    """Each rank takes the tries of the others, and its bits are those of a run that began lower."""
+    of_rank = {"kind": kind, "rank": rank, "world_size": world_size}
+    _require_the_bits_of_a_run_that_began_lower(fused=fused, **of_rank).check_sync()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "group", FSDP2])
