@@ -13,6 +13,7 @@ from lossscale_core import (
     ScalingPolicy,
     as_policy,
     policy_from_dict,
+    policy_to_dict,
     state_from_dict,
     state_to_dict,
 )
@@ -92,9 +93,12 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
     if "version" not in given:
         if missing := [name for name in _TORCHS_KEYS if name not in given]:
             raise _MissingKeyError(_not_torchs(given, missing))
-        rule = {"policy": {"kind": "dynamic", **_torchs_rule(given)}} if follows else {}
         numbers = {"loss_scale": given["scale"], "growth_tracker": given["_growth_tracker"]}
-        given = {**state_to_dict(policy.init_state()), **numbers, **rule}
+        rule: dict[str, Any] = {"kind": "dynamic", **_torchs_rule(given)}
+        if not follows:  # to be compared with the scaler's policy, as far as torch's has the same settings
+            settings = {name: rule[name] for name in _SETTINGS}
+            rule = {**policy_to_dict(policy), **settings} if type(policy) is DynamicScaling else {}
+        given = {**state_to_dict(policy.init_state()), **numbers, **({"policy": rule} if rule else {})}
     if follows and "policy" in given:
         try:
             policy = policy_from_dict(given["policy"])
