@@ -13,7 +13,6 @@ from lossscale_core import (
     ScalingPolicy,
     as_policy,
     policy_from_dict,
-    policy_to_dict,
     state_from_dict,
     state_to_dict,
 )
@@ -93,12 +92,12 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
     if "version" not in given:
         if missing := [name for name in _TORCHS_KEYS if name not in given]:
             raise _MissingKeyError(_not_torchs(given, missing))
-        numbers = {"loss_scale": given["scale"], "growth_tracker": given["_growth_tracker"]}
-        rule: dict[str, Any] = {"kind": "dynamic", **_torchs_rule(given)}
-        if not follows:  # to be compared with the scaler's policy, as far as torch's has the same settings
-            settings = {name: rule[name] for name in _SETTINGS}
-            rule = {**policy_to_dict(policy), **settings} if type(policy) is DynamicScaling else {}
-        given = {**state_to_dict(policy.init_state()), **numbers, **({"policy": rule} if rule else {})}
+        ours, rule = state_to_dict(policy.init_state(), policy), {"kind": "dynamic", **_torchs_rule(given)}
+        if follows:
+            ours["policy"] = rule
+        elif ours.get("policy", {}).get("kind") == "dynamic":  # is compared as far as torch's scaler has the settings
+            ours["policy"] |= {name: rule[name] for name in _SETTINGS}
+        given = {**ours, "loss_scale": given["scale"], "growth_tracker": given["_growth_tracker"]}
     if follows and "policy" in given:
         try:
             policy = policy_from_dict(given["policy"])

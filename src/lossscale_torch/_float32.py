@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lossscale_core import ScalingPolicy
 from lossscale_torch._gradients import lifted
 from lossscale_torch._range import (
     LOW_PRECISION,
@@ -151,6 +152,11 @@ class Float32Plan(NamedTuple):
     note: str = ""
     """What still overflows and what to do, or what would do without some of the modules; mostly empty."""
 
+    @property
+    def policy(self) -> ScalingPolicy | None:
+        """The policy to train with, which `after` recommends; None if no scale fits."""
+        return self.after.policy
+
     def __str__(self) -> str:
         names = ", ".join(self.modules) or "nothing"
         if self.patterns != self.modules:
@@ -161,6 +167,9 @@ class Float32Plan(NamedTuple):
         before = str(self.before).split("\n")[self.before.forward_finite]
         lines = [f"before: {before}", f"keep in float32: {names}", f"after: {after}", self.note]
         return "\n".join(line.replace(": overflows", " overflows", 1) for line in lines if line)
+
+    def __repr__(self) -> str:
+        return str(self)  # the reports are pages long
 
 
 def float32_plan(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, NoScaling, ScalingPolicy
 from lossscale_torch._attach import attached_with
 from lossscale_torch._gradients import lifted, values_of
 from lossscale_torch._snapshots import Buffers, random_states
@@ -75,7 +75,11 @@ class RangeReport(NamedTuple):
     @property
     def forward_finite(self) -> bool:
         """Whether the loss is finite and no operation of the forward pass overflowed."""
-        return math.isfinite(self.loss) and not any(each.overflowed for each in self.forward)
+        return math.isfinite(self.loss) and self._overflow is None
+
+    @property
+    def _overflow(self) -> OperationRange | None:
+        return next((each for each in self.forward if each.overflowed), None)
 
     @property
     def init_scale(self) -> float | None:
@@ -83,12 +87,32 @@ class RangeReport(NamedTuple):
         limit = self.overflows_above
         return None if limit is None else min(limit / 2.0, _DEFAULT.max_scale)
 
+    @property
+    def policy(self) -> ScalingPolicy | None:
+        """The recommended policy, which begins at `init_scale`; below 1 it may go eight powers of two further down.
+
+        `NoScaling` if no gradient is computed in float16 or float8; None if no scale fits.
+        """
+        settings = self._settings()
+        return None if settings is None else DynamicScaling(**settings) if settings else NoScaling()
+
+    def _settings(self) -> dict[str, float] | None:
+        if self.init_scale is None:
+            return None
+        if not any(each.dtype in LOW_PRECISION - {torch.bfloat16} for each in self.backward):
+            return {}
+        low = {} if self.init_scale >= _DEFAULT.min_scale else {"min_scale": self.init_scale * 2.0**-8}
+        return {"init_scale": self.init_scale, **low}
+
     def __str__(self) -> str:
         return "\n".join([self._forward_line(), *self._backward_lines()])
 
+    def __repr__(self) -> str:
+        return str(self)  # the fields are pages long
+
     def _forward_line(self) -> str:
         loss = "the loss is finite" if math.isfinite(self.loss) else f"the loss is {self.loss:g}"
-        if overflow := next((each for each in self.forward if each.overflowed), None):
+        if overflow := self._overflow:
             return f"forward: overflows in {overflow}; {loss}"
         if not math.isfinite(self.loss):
             return f"forward: {loss}, and no operation in low precision has made it so; look at inputs and constants"
@@ -100,22 +124,25 @@ class RangeReport(NamedTuple):
     def _backward_lines(self) -> list[str]:
         if not math.isfinite(self.loss):
             return ["backward: not run, since the loss is not finite before it is scaled"]
-        if self.init_scale is None or self.overflows_above is None:
+        settings = self._settings()
+        if settings is None or self.overflows_above is None:
             where = f", first in {self.overflows_first}" if self.overflows_first else ""
             return [
                 f"backward: not finite even at a loss scale of {power_of(2.0**_SMALLEST)}{where}",
                 "look for a division by zero, or a root or logarithm of zero",
                 "without one, give the loss a smaller weight, or compute in float32 or bfloat16",
             ]
-        if not any(each.dtype in LOW_PRECISION - {torch.bfloat16} for each in self.backward):
+        if not settings:
             return ["backward: finite; no gradient is computed in float16 or float8", "use NoScaling()"]
-        init_scale, limit = power_of(self.init_scale), power_of(self.overflows_above)
-        low = f", min_scale={power_of(self.init_scale * 2.0**-8)}" if self.init_scale < _DEFAULT.min_scale else ""
+        init_scale, limit = power_of(settings["init_scale"]), power_of(self.overflows_above)
+        advice = f"use DynamicScaling({', '.join(f'{name}={power_of(each)}' for name, each in settings.items())})"
+        if overflow := self._overflow:  # a finite loss that hides it, as x / inf is zero, trains on wrong values
+            advice = f"keep {overflow.module} in float32 before you choose a scale: float32_plan(model, loss_fn)"
         return [
             f"backward: overflows above a loss scale of {limit}, first in {self.overflows_first}",
             f"gradient elements that flush to zero: {_percent(self.flushed)} at {init_scale}, "
             f"{_percent(self.flushed_at_one)} at 1",
-            f"use DynamicScaling(init_scale={init_scale}{low})",
+            advice,
         ]
 
 

@@ -91,6 +91,30 @@ def test_a_scale_of_torchs_that_no_policy_has(saved, taken):
     assert scaler.get_scale() == taken
 
 
+@pytest.mark.parametrize(
+    ("policy", "saved", "notes"),
+    [
+        ("dynamic", {}, []),
+        (
+            "dynamic",
+            {"growth_interval": 7, "backoff_factor": 0.25},
+            ["backoff_factor was 0.25", "interval was 7"],
+        ),
+        (1024.0, {"growth_interval": 7}, []),
+        (None, {"growth_interval": 7}, []),
+    ],
+)
+def test_settings_of_torchs_that_the_policy_does_not_have(policy, saved, notes):
+    """A run that moves here with `policy=` gets other settings than it had, and is told so."""
+    old = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        GradScaler("cpu", policy=policy).load_state_dict({**old, **saved})
+    said = " ".join(str(each.message) for each in caught)
+    assert len(caught) == bool(notes)
+    assert all(note in said for note in notes)
+
+
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_factors_of_one_are_taken(is_loaded):
     """As by torch's setters, with which programs end a descent: set_backoff_factor(1.0). The scale then stays."""

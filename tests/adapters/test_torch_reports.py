@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, NoScaling
 from lossscale_torch import overflow_report, range_report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,6 +102,7 @@ def test_the_limit_is_the_one_that_bisection_finds(name, weight):
     assert 0.5 <= report.overflows_above / _largest_finite_scale(model, loss_fn) <= 2.0
     assert report.init_scale == min(report.overflows_above / 2, DynamicScaling().max_scale)
     policy = eval(str(report).rpartition("use ")[2], {"DynamicScaling": DynamicScaling})
+    assert policy == report.policy
     assert policy.init_scale == report.init_scale
 
 
@@ -239,7 +240,8 @@ def test_what_needs_no_scaling():
     model = nn.Linear(4, 1)
     report = range_report(model, lambda: model(torch.ones(2, 4)).square().mean())
     assert report.overflows_above == math.inf
-    assert "use NoScaling()" in str(report)
+    assert report.policy == NoScaling()
+    assert repr(report).endswith("use NoScaling()")
     model.bfloat16()
     assert "use NoScaling()" in str(range_report(model, lambda: model(torch.ones(2, 4).bfloat16()).float().mean()))
 

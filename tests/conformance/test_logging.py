@@ -128,7 +128,7 @@ def _read_events(folder="runs"):
 
 
 def _read_csv():
-    with open("scale.csv", encoding="utf-8") as file:
+    with open("log.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return {name: {int(row["step"]): float(row[name]) for row in rows} for name in NAMES}
 
