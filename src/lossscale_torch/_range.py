@@ -96,7 +96,7 @@ class RangeReport(NamedTuple):
         settings = self._settings()
         return None if settings is None else DynamicScaling(**settings) if settings else NoScaling()
 
-    def _settings(self) -> dict[str, float] | None:
+    def _settings(self) -> dict[str, Any] | None:
         if self.init_scale is None:
             return None
         if not any(each.dtype in LOW_PRECISION - {torch.bfloat16} for each in self.backward):
