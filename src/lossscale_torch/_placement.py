@@ -132,31 +132,17 @@ class PlacedScaler(torch.amp.GradScaler):
             found = _state.found_on_host(records)
         return found
 
-    def _advance(self, records: Collection[dict[str, Any]], has_read: bool, is_counted: bool) -> StepInfo:
+    def _advance(self, records: Collection[dict[str, Any]], found: Found | None, is_counted: bool) -> StepInfo:
         """Let the policy move the state by the flags of a step, and return the outcome.
 
-        On the host where it knows all flags, or `has_read` those of an ordinary optimizer and may read the others; else
+        On the host if it knows what was `found` and the scale, and then write to torch's tensors what has changed; else
         on the device.
         """
-        is_recorded = not has_read and _state.is_being_recorded() and any(map(_takes_part, records))
-        found = None if is_recorded else self._found(records, has_read)
-        is_transient = isinstance(self._state, OnDevice) and not self._is_fused
-        if is_transient and found is not None and self._scale.is_cpu:
+        if found is not None and isinstance(self._state, OnDevice) and not self._is_fused and self._scale.is_cpu:
             self._state = self._state_on_host()
         scale = None if found is None or isinstance(self._state, OnDevice) else self._scale_on_host()
-        if found is not None:
-            had_gradients = found[0]
-        else:
-            had_gradients = any(type(key) is not str for each in records for key in each["found_inf_per_device"])
-        if found is not None and scale is not None:
-            info = self._advance_on_host(scale, found, is_counted and had_gradients)
-        else:
-            info = self._advance_on_device(records, is_counted and had_gradients)
-        info.had_gradients = had_gradients
-        return info
-
-    def _advance_on_host(self, scale: float, found: Found, is_counted: bool) -> StepInfo:
-        """Let the policy move a state on the host, and write to torch's tensors what has changed."""
+        if found is None or scale is None:
+            return self._advance_on_device(records, is_counted)
         before, tracker = self._state, self._growth_tracker
         if tracker is not None:
             if not tracker.is_cpu:
@@ -199,7 +185,3 @@ class PlacedScaler(torch.amp.GradScaler):
             self._known_scale = scale._version, new_scale
         known = None if isinstance(self._state, OnDevice) else self._scale_on_host()
         return scale.clone() if known is None else known
-
-
-def _takes_part(record: dict[str, Any]) -> bool:
-    return bool(record["found_inf_per_device"]) or "kind" in record

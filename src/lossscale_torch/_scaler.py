@@ -464,9 +464,20 @@ class GradScaler(PlacedScaler):
         return all(getattr(getattr(self, name), "__func__", None) is getattr(GradScaler, name) for name in names)
 
     def _decide(self, records: dict[int, Any], has_read: bool, new_scale: Any, is_whole: bool) -> StepInfo:
-        """Let the policy move the scale by the flags of the step, and return the outcome."""
-        info = self._advance(records.values(), has_read, is_whole and new_scale is None)
-        had_gradients, by_optimizer = info.had_gradients, {}
+        """Let the policy move the scale by the flags of the step, and return the outcome.
+
+        The flags are read if an ordinary optimizer `has_read` some. What is recorded with flags is left to the device.
+        """
+        every, found = records.values(), None
+        is_recorded = not has_read and _state.is_being_recorded()
+        if not is_recorded or not any(each["found_inf_per_device"] or "kind" in each for each in every):
+            found = self._found(every, has_read)
+        if found is not None:
+            had_gradients = found[0]
+        else:
+            had_gradients = any(type(key) is not str for each in every for key in each["found_inf_per_device"])
+        info = self._advance(every, found, had_gradients and is_whole and new_scale is None)
+        by_optimizer: dict[int, Any] = {}
         if new_scale is not None:
             info = info._replace(loss_scale_after=self._set_scale(new_scale))
         for key, record in records.items():
