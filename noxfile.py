@@ -182,7 +182,8 @@ def mutants(session: nox.Session) -> None:
     ]
     session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, *FRAMEWORKS["tensorflow"])
     session.install("--no-deps", *ALONE.values())
-    session.run("python", "tests/mutants", *session.posargs, env=ONE_THREAD)
+    jobs = ("--jobs", str(os.cpu_count()))
+    session.run("python", "tests/mutants", *jobs, *session.posargs, env=ONE_THREAD)
 
 
 # The sessions below run all tests of a framework with other versions of it. PyTorch brings five to seven gigabytes of

@@ -131,13 +131,8 @@ def print_report(mutants):
             counts[package][each.outcome] += 1
         if each.outcome in ("survived", "broken"):
             print(f"{each.outcome}: {each}")
-    print(
-        "\n| package | "
-        + " | ".join(OUTCOMES)
-        + " | killed of those that can be |\n"
-        + "|---" * (len(OUTCOMES) + 2)
-        + "|"
-    )
+    titles = ["package", *OUTCOMES, "killed of those that can be"]
+    print(f"\n| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     is_good = counts["all"]["equivalent"] <= MOST_EQUIVALENT * len(mutants)
     for package, of in sorted(counts.items()):
         killed = of["killed"] + of["endless"]
@@ -149,12 +144,11 @@ def print_report(mutants):
 
 def print_tests(mutants):
     """Print how many mutants each test kills, and how many of them no other test kills."""
-    kills, alone = collections.Counter(), collections.Counter()
+    files = {file for each in mutants for stage in stages(each.package, each.module, True) for file in stage[2:]}
+    texts = {file: (ROOT / file).read_text() for file in files}
+    tests = [f"{file}::{name}" for file in files for name in re.findall(r"^def (test_\w+)", texts[file], re.M)]
+    kills, alone = collections.Counter(dict.fromkeys(tests, 0)), collections.Counter()
     for each in mutants:
-        for file in {file for _, _, *files in stages(each.package, each.module, True) for file in files}:
-            kills.update(
-                {f"{file}::{name}": 0 for name in re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), re.M)}
-            )
         failed = {test.partition("[")[0] for test in each.failed}
         kills.update(failed)
         alone.update(failed if len(failed) == 1 else ())
@@ -176,6 +170,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="how many processes run tests")
     options = parser.parse_args()
     named = [path if (path := ROOT / each).exists() else SRC / each.replace(".", "/") for each in options.what]
+    if missing := [each for each, path in zip(options.what, named, strict=True) if not path.exists()]:
+        parser.error(f"{', '.join(missing)} cannot be found; name files of src, or packages such as lossscale_core")
     paths = [path for each in named for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])]
     mutants = draw(paths, options.seed, options.count or (300 if options.what == ["src"] else None))
     parts = []
