@@ -10,6 +10,7 @@ import pytest
 
 from lossscale_core import DynamicScaling, policy_from_dict, state_to_dict
 from tests.conformance.travelling import WRAPPERS
+from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling, policy_of_the_docs
 
 SAVED_AT = 100
 POLICY = DynamicScaling(growth_interval=4, hysteresis=2, refill_on_finite=False, cooldown=1, max_scale=2.0**48)
@@ -64,3 +65,17 @@ def test_a_frozen_checkpoint_of_version_1_continues_in_every_framework(origin, t
     for finite in frozen["grads_finite"]:
         after = step(finite)
     assert {name: after[name] for name in frozen["after"]} == frozen["after"]
+
+
+OWN = {"derived": AdditiveScaling(), "bare": BareAdditiveScaling(), "of the docs": policy_of_the_docs()}
+
+
+@pytest.mark.parametrize("policy", OWN.values(), ids=OWN)
+@pytest.mark.parametrize("framework", WRAPPERS)
+def test_a_policy_of_ones_own_goes_through_every_facade(framework, policy):
+    """The state after each step is the host's, bit for bit, the counter of its own included."""
+    state = policy.init_state()
+    step = WRAPPERS[framework](state_to_dict(state, policy), policy)
+    for finite in FINITE[:10]:
+        state = policy.update(state, finite)
+        assert step(finite).items() >= state_to_dict(state, policy).items()

@@ -11,7 +11,7 @@ ROWS = tomllib.loads((Path(__file__).parent / "sentences.toml").read_text(encodi
 PAGES = ["README.md", "SECURITY.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 FENCES = re.compile(r"^( *)(```+).*?^\1\2$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(?:#|<a id=).*$", re.MULTILINE)
-DRAWN = re.compile(r"^<!-- keys of .*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)  # tests/house/test_migrating_page.py
+DRAWN = re.compile(r"^<!-- keys of .*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)  # tests/house/test_pages.py
 PROMISE = re.compile(
     r"\b(?:never|always|bit for bit|exact|exactly|guess(?:es)?|same bits|[KM]iB|at most|every ordered pair|refuse[sd]?"
     r"|changes nothing|nothing waits|does not wait|no network|warns|a warning|raises? an error|\w+Error|\w+Warning)\b",

@@ -1,6 +1,6 @@
 """A page of code as users of PyTorch write it, which type checkers must understand: `nox -s typing`.
 
-It has each line of `docs/trainers.md` that uses a scaler; `tests/house/test_typed_recipes.py` compares the two.
+It has each line of `docs/trainers.md` that uses a scaler; `tests/house/test_pages.py` compares the two.
 """
 
 from collections.abc import Callable, Iterable

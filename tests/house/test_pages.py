@@ -1,0 +1,98 @@
+"""What the pages quote, list and show agrees with what is there: benchmarks, tools, typed recipes, words, promises."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from lossscale import tools
+
+ROOT = Path(__file__).parents[2]
+FENCES = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^( *)```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def _text(*paths):
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+COSTS = _text(ROOT / "docs/do-i-need-this.md")
+MEASURED = _text(*sorted((ROOT / "benchmarks").glob("*.md")))
+MIGRATING = _text(ROOT / "docs/migrating.md")
+
+
+@pytest.mark.parametrize("number", re.findall(r"\b\d\.\d\d ×|\d+\.\d\d ms(?: \(\d+\.\d%\))?", COSTS))
+def test_each_number_was_measured(number):
+    """A ratio is in a row of a benchmark, and a time in the row of its model, with its share."""
+    assert f"| {number} " in MEASURED
+
+
+def test_the_page_quotes_some_numbers_and_says_where_they_were_measured():
+    """On a CPU and on one GPU; the README's two ratios of clipping are those of the page's row."""
+    assert len(re.findall(r"\b\d\.\d\d ×", COSTS)) >= 4
+    assert len(re.findall(r"\d ms \(", COSTS)) >= 4
+    assert "two-core x86 CPU" in COSTS
+    assert "NVIDIA H200" in COSTS
+    (row,) = re.findall(r"^\| PyTorch: clip and step, SGD \|.*$", COSTS, re.MULTILINE)
+    assert re.findall(r"\d\.\d\d ×", _text(ROOT / "README.md")) == re.findall(r"\d\.\d\d ×", row)[:2]
+
+
+def test_the_tables_of_tools_are_those_of_the_translator():
+    """If not, draw them: `python docs/_site/migrating_tables.py`."""
+    assert runpy.run_path(str(ROOT / "docs/_site/migrating_tables.py"))["drawn"](MIGRATING) == MIGRATING
+
+
+def test_every_tool_has_its_section():
+    """torch comes first; each section has the keys, and what changes in a training step."""
+    assert re.findall(r"<!-- keys of (\w+)", MIGRATING) == list(tools())
+    sections = re.split(r"^## From ", MIGRATING, flags=re.MULTILINE)[1:]
+    assert all("changes" in each for each in sections)
+
+
+def _lines(text):
+    return {line.split("  #")[0].strip() for line in text.splitlines()}
+
+
+def test_the_recipes_of_trainers_are_typed():
+    """Each line that uses a scaler stands in a file that `nox -s typing` checks, so that its users' files pass, too."""
+    recipes = "".join(block for _, block in PYTHON.findall(_text(ROOT / "docs/trainers.md")))
+    uses = {line for line in _lines(recipes) if re.search(r"scaler|last_step|\.applied", line)}
+    uses = {line for line in uses if not re.search(r"\bimport |^def ", line)}
+    assert len(uses) > 20
+    assert uses - _lines(_text(ROOT / "tests/typing/user_torch.py")) == set()
+
+
+HEADINGS = [
+    {*re.findall(r"[\w.&]*\w", heading.lower())}
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    for heading in re.findall(r"^#+ (.+)$", FENCES.sub("", _text(page)), re.MULTILINE)
+]
+SEARCHED = (
+    *("bf16", "fp16", "fp8", "EMA", "LoRA", "GAN", "gradient accumulation", "retry", "resume"),
+    *("DDP", "FSDP", "torch.compile", "CUDA graphs", "MPS"),
+    *("TRL", "verl", "nanochat", "torchtitan", "Accelerate", "Lightning", "wandb", "TensorBoard"),
+    *("loss is nan", "grad norm nan", "Attempting to unscale FP16 gradients"),
+)
+
+
+@pytest.mark.parametrize("words", SEARCHED)
+def test_a_heading_has_the_words_that_users_search_for(words):
+    """All of them as whole words, in one heading: the site's search ranks headings above all other text."""
+    assert any({*words.lower().split()} <= heading for heading in HEADINGS)
+
+
+def test_only_code_is_broken_within_a_word():
+    """Also on a phone, where a table that is wider than the screen scrolls."""
+    css = re.sub(r"/\*.*?\*/", "", _text(ROOT / "docs/stylesheets/site.css"), flags=re.DOTALL)
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", css)
+    broken = [selector.strip() for selector, style in rules if re.search(r": (?:anywhere|break-\w+)", style)]
+    assert broken
+    assert [each for each in broken if not each.endswith("code")] == []
+
+
+def test_every_promise_of_tensorflows_documents_has_a_test():
+    """1 to 99; `test_promises_048_049_...` is a test of two."""
+    text = _text(*sorted((ROOT / "tests/adapters").glob("test_tensorflow_*.py")))
+    names = re.findall(r"^def test_promises?_((?:\d{3}_)+)\w+\(", text, flags=re.MULTILINE)
+    assert {int(number) for name in names for number in name.split("_") if number} == set(range(1, 100))
