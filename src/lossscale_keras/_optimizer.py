@@ -89,11 +89,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.guard = guard
         self._max_norm = clipnorm
         self._watch = core.ScaleWatch()
-        self._losses = Losses()
         with keras.name_scope(self.name, caller=self):
             self._state = Stored(policy.init_state())
             self._guard_state = None if guard is None else Stored(guard.init_state(), "guard_")
             self._last = Stored(LastStep(), "last_")
+        self._losses = Losses(self._state.variables[0])
         guard_variables = [] if self._guard_state is None else self._guard_state.variables
         # Keras's tracker finds variables in lists that are attributes.
         self._stored_variables = [*self._state.variables, *self._last.variables, *guard_variables]
@@ -126,18 +126,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._require_unscaled(loss)
         state = self._state.read()
         scaled = scale(loss, state)
-        loss_scale = self._losses.scale(
-            ops.copy(state.loss_scale) if BACKEND == "torch" else state.loss_scale, by_keras
-        )
-        if loss_scale is not None:
-            mark = ScaledLoss(self._losses, loss_scale)
+        mark = self._losses.scale(ops.copy(state.loss_scale) if BACKEND == "torch" else state.loss_scale, by_keras)
+        if mark is not None:
             for leaf in adapters.tree.leaves(scaled):
                 if leaf is not None and not (BACKEND == "jax" and is_traced([leaf])):  # tracers take no attributes
                     leaf._loss_scaling = mark
         return scaled
 
     def _require_unscaled(self, loss: Any) -> None:
-        if any(self._losses.scale_with(leaf) is not None for leaf in adapters.tree.leaves(loss)):
+        if any(self._losses.mark_of(leaf) is not None for leaf in adapters.tree.leaves(loss)):
             raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
 
     @unconverted
@@ -159,25 +156,23 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             OverflowStreakError: As from `check_overflow_streak`, in no graph; a limit makes each step read the state.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        present = self._state.read().loss_scale
         if is_compiling():  # torch.compile would break its graph where the record is read
-            self._take(list(grads), variables, present)
+            self._take(list(grads), variables, self._state.read().loss_scale)
             return
-        named = None if loss is None else self._scale_of(loss)
-        found = self._losses.look_up(variables, True, present, named)
+        found = self._losses.look_up(variables, True, None if loss is None else self._named(loss))
         if not found.is_scaled:
             self._warn_of_unscaled_loss()
         self._take(list(grads), variables, found.loss_scale)
         self._losses.apply(variables, found)
 
-    def _scale_of(self, loss: Any) -> Any:
-        """Return the scale of a scaled loss that the caller names."""
-        scales = [self._losses.scale_with(leaf) for leaf in adapters.tree.leaves(loss)]
-        if not scales or scales[0] is None:
+    def _named(self, loss: Any) -> ScaledLoss:
+        """Return the mark of a scaled loss that the caller names."""
+        mark = self._losses.mark_of(next(adapters.tree.leaves(loss), None))
+        if mark is None:
             raise ValueError(
                 f"loss={shown(loss)} was not scaled by this optimizer; pass what scale_loss or get_scaled_loss returned"
             )
-        return scales[0]
+        return mark
 
     def _warn_of_unscaled_loss(self) -> None:
         """Warn once of a step whose loss was not scaled."""
@@ -486,6 +481,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         states = self._read(on_host=True)
         self._watch.log(self.policy, states.scale)
         return states
+
+    def __getattr__(self, name: str) -> Any:
+        hint = ""
+        if name in ("get_scaled_loss", "get_unscaled_gradients", "minimize", "compute_gradients"):
+            hint = "; lossscale_tf.LossScaleOptimizer has it, and this class scale_loss and apply"
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{hint}")
 
 
 def _where(flag: bool, yes: Any, no: Any) -> Any:

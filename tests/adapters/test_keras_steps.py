@@ -254,6 +254,8 @@ def test_bad_arguments_are_named():
         (PolicyError, "global_clipnorm=-1", lambda: LossScaleOptimizer(sgd(), global_clipnorm=-1)),
         (PolicyError, "guard=8.0", lambda: LossScaleOptimizer(sgd(), guard=8.0)),
         (PolicyError, "'dynamo'", lambda: LossScaleOptimizer(sgd(), "dynamo")),
+        (AttributeError, "'get_scaled_loss'; lossscale_tf.LossScaleOptimizer has it", lambda: wrapped.get_scaled_loss),
+        (AttributeError, "has no attribute 'momentum'$", lambda: wrapped.momentum),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             make()

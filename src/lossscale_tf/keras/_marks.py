@@ -10,17 +10,17 @@ from lossscale_tf._verbs import Gradient, is_narrow
 class Mark(NamedTuple):
     """The mark of a gradient, in its attribute `_loss_scaling`."""
 
-    owner: Any
+    loss: Any
+    """The mark of the loss that it is a gradient of."""
     kind: Literal["scaled", "unscaled", "computed"]
     """"scaled" was given to be unscaled, "unscaled" is the result, and "computed" comes from `compute_gradients`."""
-    loss_scale: tf.Tensor
     origin: Any = None
     """In a graph, the gradient before it was unscaled. When it is applied, one product unscales and clips it, and
     TensorFlow prunes the unscaled tensor, which saves a write and a read of all gradients."""
 
 
 class Steps:
-    """What a wrapper knows of its own steps. A copy knows nothing of them."""
+    """What a wrapper knows of its own steps."""
 
     def __init__(self) -> None:
         self.has_begun = self.is_traced = self.has_warned = False
@@ -29,23 +29,20 @@ class Steps:
             self.missing = tf.Variable(0, trainable=False, dtype=tf.int64, aggregation=first)
             """The number of steps that missed a call."""
 
-    def __reduce__(self) -> tuple[type["Steps"], tuple[()]]:
-        return Steps, ()
-
 
 def mark_of(leaf: Any, owner: Any) -> Mark | None:
     """Return the mark that an optimizer has set on a gradient, or None."""
     found = getattr(leaf, "_loss_scaling", None)
-    return found if isinstance(found, Mark) and found.owner is owner else None
+    return found if isinstance(found, Mark) and found.loss.owner is owner else None
 
 
-def mark_gradient(owner: Any, leaf: Gradient, grad: Any, loss_scale: tf.Tensor, kind: Any) -> None:
+def mark_gradient(loss: Any, leaf: Gradient, grad: Any, kind: Any) -> None:
     """Mark a gradient before and after unscaling; in a graph with its origin, unless its dtype has changed."""
-    leaf._loss_scaling = unscaled = Mark(owner, kind, loss_scale)
+    leaf._loss_scaling = unscaled = Mark(loss, kind)
     if isinstance(leaf, tf.IndexedSlices):
         leaf.values._loss_scaling = unscaled
     if isinstance(grad, tf.Tensor | tf.IndexedSlices):  # it may also be a number, or an array
-        grad._loss_scaling = Mark(owner, "scaled", loss_scale)
+        grad._loss_scaling = Mark(loss, "scaled")
         if not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype):
             leaf._loss_scaling = unscaled._replace(origin=grad)
 
@@ -57,6 +54,6 @@ def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:
     """
     marks = [getattr(grad, "_loss_scaling", None) for grad in grads]
     found = [mark for mark in marks if isinstance(mark, Mark) and mark.origin is not None]
-    if len(found) < len(grads) or len({id(mark.loss_scale) for mark in found}) != 1:
+    if len(found) < len(grads) or len({id(mark.loss.loss_scale) for mark in found}) != 1:
         return grads, None
-    return [mark.origin for mark in found], found[0].loss_scale
+    return [mark.origin for mark in found], found[0].loss.loss_scale

@@ -144,18 +144,17 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             CallOrderError: The gradients were unscaled before.
             ValueError: `loss` was not scaled by this optimizer.
         """
-        if any((mark := mark_of(leaf, self._steps)) and mark.kind != "scaled" for leaf in tf.nest.flatten(grads)):
+        if any((mark := mark_of(leaf, self._losses)) and mark.kind != "scaled" for leaf in tf.nest.flatten(grads)):
             raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
-        named = None if loss is None else self._scale_of(loss)
-        last = self._losses.unscale(self._present_scale())
-        return self._unscaled(grads, last if named is None else named, "unscaled")
+        named = None if loss is None else self._named(loss)
+        return self._unscaled(grads, self._losses.unscale(named), "unscaled")
 
-    def _unscaled(self, grads: Any, loss_scale: tf.Tensor, kind: Any) -> Any:
-        """Return gradients divided by `loss_scale`, and mark them."""
-        unscaled = unscale_by(grads, loss_scale)
+    def _unscaled(self, grads: Any, loss: Any, kind: Any) -> Any:
+        """Return gradients divided by the scale of their loss, and mark them."""
+        unscaled = unscale_by(grads, loss.loss_scale)
         for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
             if is_gradient(leaf):
-                mark_gradient(self._steps, leaf, grad, loss_scale, kind)
+                mark_gradient(loss, leaf, grad, kind)
         return unscaled
 
     # Not marked `unconverted`: AutoGraph converts a user's loss only if it has converted all callers in between.
@@ -209,7 +208,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         with tape:
             value = loss() if callable(loss) else loss
             self._require_unscaled(value)
-            loss_scale = tf.convert_to_tensor(self.dynamic_scale)
+            loss_scale = self._losses.present_scale()
             scaled = scale_by(value, loss_scale)
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)  # the loss may create them
         if grad_loss is not None:  # in the dtype of the scaled loss, which is wider than that of half losses
@@ -218,8 +217,8 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     @unconverted
     def _computed(self, grads: Any, variables: list[Any], loss_scale: tf.Tensor) -> list[tuple[Any, Any]]:
-        self._losses.compute(as_tensorflow(variables))
-        return list(zip(self._unscaled(grads, loss_scale, "computed"), variables, strict=True))
+        loss = self._losses.compute(loss_scale, as_tensorflow(variables))
+        return list(zip(self._unscaled(grads, loss, "computed"), variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Gradient]:
         """Return the unscaled gradients of a loss.
@@ -241,7 +240,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         else:
             require_no_session()
             self._require_unscaled(loss)
-            loss_scale, variables = tf.convert_to_tensor(self.dynamic_scale), tf.nest.flatten(params)
+            loss_scale, variables = self._losses.present_scale(), tf.nest.flatten(params)
             pairs = self._computed(tf.gradients(scale_by(loss, loss_scale), variables), variables, loss_scale)
         if missing := [variable.name for grad, variable in pairs if grad is None]:
             raise ValueError(f"the loss has no gradient with respect to {', '.join(missing)}")
@@ -289,7 +288,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             ValueError: `loss` was not scaled by this optimizer.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        named = None if loss is None else self._scale_of(loss)
+        named = None if loss is None else self._named(loss)
         self._apply(list(grads), variables, is_summed=False, takes_scaled=True, named=named)
 
     def get_updates(self, loss: Any, params: Any) -> list[Any]:
@@ -325,19 +324,16 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         return int(self._steps.missing.numpy())
 
     @property
-    def loss_scale(self) -> tf.Tensor:
-        """The current loss scale: float32, of shape `()`."""
+    def dynamic_scale(self) -> Any:
+        """The variable that holds the loss scale."""
         self._losses.read_scale()
-        return self._present_scale()
+        return super().dynamic_scale
 
     @property
     def scale_state(self) -> ScaleState:
         """The policy's state, as tensors of shape `()`."""
         self._losses.read_scale()
         return super().scale_state
-
-    def _present_scale(self) -> tf.Tensor:
-        return tf.convert_to_tensor(self.dynamic_scale)
 
     @property
     def dynamic(self) -> bool:
@@ -479,24 +475,23 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         self._steps.has_begun = True
         with tf.init_scope():  # leaves a trace, since variables have values only outside of it
             if tf.executing_eagerly():
-                warn_if_resumed(self.policy, self.scale_state, self.inner_optimizer.iterations)
+                warn_if_resumed(self.policy, self._state.copy(), self.inner_optimizer.iterations)
 
     def _look_up(self, grads: list[Any], variables: list[Any], takes_scaled: bool, named: Any) -> tuple[Any, list[Any]]:
         """Return what is known of gradients that are about to be applied, and the gradients to apply."""
         of_tensorflow = as_tensorflow(variables)
-        marks = [mark_of(grad, self._steps) for grad in grads]
-        unscaled = [mark for mark in marks if mark is not None and mark.kind != "scaled"]
-        if unscaled:
-            found = self._losses.look_up_unscaled(of_tensorflow, unscaled[0].kind == "computed")
+        marks = [mark_of(grad, self._losses) for grad in grads]
+        unscaled = next((mark.loss for mark in marks if mark is not None and mark.kind != "scaled"), None)
+        if unscaled is not None:
             pairs = zip(grads, variables, strict=True)  # the new values of float8 scales were divided, too
-            grads = [times(grad, unscaled[0].loss_scale) if is_overwritten(each) else grad for grad, each in pairs]
+            grads = [times(grad, unscaled.loss_scale) if is_overwritten(each) else grad for grad, each in pairs]
             grads, loss_scale = origins(grads)
-            found = found._replace(loss_scale=loss_scale)
+            found = self._losses.look_up_unscaled(unscaled, of_tensorflow, loss_scale)
         else:
-            scales = [mark and mark.loss_scale for mark in marks]
-            if named is None and all(each is scales[0] for each in scales):
-                named = scales[0]
-            found = self._losses.look_up(of_tensorflow, takes_scaled, self._present_scale(), named)
+            losses = [mark and mark.loss for mark in marks]
+            if named is None and all(each is losses[0] for each in losses):
+                named = losses[0]
+            found = self._losses.look_up(of_tensorflow, takes_scaled, named)
         if not (found.is_scaled and found.is_unscaled) and not self._scales_nothing():
             self._warn_of_missing_calls(found.is_scaled, found.is_unscaled)
         return found, grads
