@@ -205,7 +205,7 @@ def test_a_step_that_no_lower_scale_saves_is_not_taken_again(settings, factor):
         before = loop.buffers()
         for attempt in loop.scaler.attempts(loop.model):
             tries += 1
-            assert attempt.info is None
+            assert (attempt.number, attempt.info) == (0, None)
             loop.step(batch=batch, factor=each)
     assert tries == 3
     assert bool(attempt.info) is not loop.scaler.is_enabled()

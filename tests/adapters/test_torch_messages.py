@@ -156,6 +156,11 @@ def _too_few_updates():
     scaler.step(optimizer)
 
 
+def _without_updates():
+    for _ in GradScaler("cpu", updates_per_step=2).attempts():
+        pass
+
+
 def _hooks_of(hooks):
     words = "hooks= was given ... it takes objects of lossscale_torch.hooks.Hook; derive a class from it"
     return lambda: GradScaler("cpu", hooks=hooks), TypeError, words
@@ -227,6 +232,11 @@ ERRORS = {
     "stepped after skip": (_stepped_after_skip, RuntimeError, "step() has already been called"),
     "too few updates": (_too_few_updates, CallOrderError, "Of updates_per_step=2 calls ... end_of_step=True"),
     "retries below 0": (lambda: GradScaler("cpu").attempts(retries=-1), PolicyError, "retries=-1"),
+    "a body without its updates": (
+        _without_updates,
+        CallOrderError,
+        "ended 0 steps by update(), of updates_per_step=2 calls",
+    ),
     "attempts of a name": (
         lambda: GradScaler("cpu").attempts("model"),
         TypeError,
