@@ -215,9 +215,8 @@ class _Run:
             self.norms.append(float(torch.nn.utils.get_total_norm(grads)) / (1.0 if scale is None else float(scale)))
 
     def set_scale(self, loss_scale: float) -> None:
-        """Set the loss scale, under its name here and in torch's own state."""
-        state = self.scaler.state_dict()
-        self.scaler.load_state_dict({**state, **dict.fromkeys(state.keys() & {"scale", "loss_scale"}, loss_scale)})
+        """Set the loss scale, and leave the rest of the state."""
+        self.scaler.load_state_dict({**self.scaler.state_dict(), "loss_scale": loss_scale})
 
     def followers(self) -> dict[str, Any]:
         """Return copies of all that follows the steps, by name."""
