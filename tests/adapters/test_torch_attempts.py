@@ -18,10 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
-from lossscale_core.errors import CallOrderError, RetriesExhaustedError
+from lossscale_core.errors import CallOrderError, OverflowStreakError, RetriesExhaustedError
 from lossscale_torch import GradScaler
+from tests.adapters.emulated_device import Emulated
 from tests.adapters.test_torch_distributed import _local, _on_ranks
-from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, copies, one, same, two
+from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, copies, one, same, take_step, two
 from tests.torch_versions import FSDP2
 
 
@@ -187,6 +188,16 @@ def test_a_loop_that_is_held_and_left_undoes_nothing_later(is_bad, fused):
     assert same(*moved)
 
 
+def test_a_loop_that_is_held_hides_no_later_step():
+    """A streak of overflows in steps that are taken since is an error."""
+    loop = Loop(policy=DynamicScaling(max_overflow_streak=3))
+    tries = loop.scaler.attempts(loop.model)
+    next(tries)
+    loop.step()
+    with pytest.raises(OverflowStreakError):
+        any(loop.step(is_bad=True).applied for _ in range(4))
+
+
 ENDS = {
     "spike": ({"guard": SpikeGuard(threshold=2.0, warmup=1)}, 1e3),
     "fixed": ({"policy": FixedScaling(4.0)}, 1e38),
@@ -244,6 +255,16 @@ def test_an_optimizer_that_was_applied_is_left_alone_in_later_tries(how, fused):
         runs.append([*params, *(state["momentum_buffer"] for each in optimizers for state in each.state.values())])
         assert params[0].item() == pytest.approx(1.0 - 0.1 * 2e-3)  # one step
     assert same(*runs)
+
+
+@EITHER_KIND
+def test_retries_on_a_device(fused):
+    """The next try has the lower scale, whoever knows the outcome of the last one."""
+    with Emulated("mps"):
+        (param, optimizer), scaler = one(fused, "mps"), GradScaler("mps", init_scale=16.0)
+        for attempt in scaler.attempts(retries=3):
+            take_step(scaler, optimizer, INF if attempt.number < 2 else 4.0)
+        assert (attempt.scales, bool(attempt.info), param.item()) == ([16.0, 8.0, 4.0], True, 0.0)
 
 
 def test_gradients_of_a_skipped_optimizer_do_not_add_up():
