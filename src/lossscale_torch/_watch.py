@@ -106,9 +106,10 @@ class Watch(Hook):
 
 
 def _warn_of_gradient_hooks(records: Iterable[Any]) -> None:
-    """Warn of optimizers in the backward pass, as in sd-scripts and OneTrainer, which take the gradients first."""
+    """Warn of optimizers that step in the backward pass, as those of sd-scripts, OneTrainer and torch itself."""
     params = [param for each in records if "optimizer" in each for param in params_of(each["optimizer"])]
-    if any(getattr(param, "_post_accumulate_grad_hooks", None) for param in params):
+    names = "_post_accumulate_grad_hooks", "_in_backward_optimizers"
+    if any(getattr(param, name, None) for param in params for name in names):
         warn(
             "the loss was scaled and step() found no gradients, but parameters have gradient hooks: an optimizer that "
             "steps in such a hook applies scaled gradients; let scaler.step() step it, or make the scaler with "
