@@ -1,7 +1,6 @@
 """The verbs that scale, check, unscale and select, on nested structures of tensors, `IndexedSlices` and `None`."""
 
-import functools
-import operator
+from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -189,53 +188,25 @@ def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = 
     """Return whether all leaves are finite before and after unscaling in float32 or wider.
 
     For float32 and wider, a finite sum of squares proves that all elements, and the sums of duplicates, are finite; it
-    takes one read at memory speed. Elements are tested one by one only if that sum is not finite, if the scale is below
-    1, and under XLA, where this test is faster.
+    takes one read at memory speed. Elements are tested one by one only if that sum is not finite, or if the scale is
+    below 1.
     """
     halves = [leaf for leaf in leaves if leaf.dtype not in _WIDE]
     wide = [leaf for leaf in leaves if leaf.dtype in _WIDE]
-    flags = [_each_element_finite(halves)] if halves else []
-    proofs = [_proven_finite([values_of(leaf) for leaf in wide])] if wide else []
-    if loss_scale is not None:  # with a scale below 1, unscaling may make gradients infinite
-        inverse = inverse_of(loss_scale)
-        flags.append(_each_element_finite(leaves, inverse, unless=_all([*proofs, loss_scale >= 1.0])))
-    elif wide:
-        flags.append(_each_element_finite(wide, unless=_all(proofs)))
-    return _all(flags)
+    finite = _elements_finite(halves, None)
+    proof = finite & tf.math.is_finite(sum_of_squares([values_of(leaf) for leaf in wide])) if wide else finite
+    if loss_scale is None:
+        return _unless(proof, lambda: finite & _elements_finite(wide, None)) if wide else finite
+    # With a scale below 1, unscaling may make gradients infinite.
+    inverse = inverse_of(loss_scale)
+    return _unless(proof & (loss_scale >= 1.0), lambda: _elements_finite(leaves, inverse))
 
 
-def _all(flags: list[tf.Tensor]) -> tf.Tensor:
-    return functools.reduce(operator.and_, flags) if flags else tf.constant(True)
-
-
-def _proven_finite(values: list[tf.Tensor]) -> tf.Tensor:
-    """Return whether the sum of squares proves `values` finite; always False under XLA."""
-    proven = tf.math.is_finite(sum_of_squares(values))
-    return proven if tf.executing_eagerly() else proven & ~_is_compiled_by_xla()
-
-
-def _is_compiled_by_xla() -> tf.Tensor:
-    """Return whether XLA compiles this graph, which is not known while tracing; true on other kinds of devices, too."""
-    # The operation of `execute_fn_for_device`; its default branch serves all kinds of devices that are not named:
-    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/ops/control_flow_switch_case.py#L133
-    kinds = ["CPU", "GPU"]
-    return tf.equal(tf.raw_ops.DeviceIndex(device_names=kinds), len(kinds))
-
-
-def _each_element_finite(
-    leaves: list[Gradient], inverse: tf.Tensor | None = None, unless: tf.Tensor | None = None
-) -> tf.Tensor:
-    """Test every element, the smallest leaf first; test none if `unless` is true, which proves all finite."""
-    if unless is not None and tf.executing_eagerly() and bool(unless):
-        return tf.constant(True)
-    leaves = sorted(leaves, key=lambda leaf: float(values_of(leaf).shape.num_elements() or "inf"))
-    first, others = (leaves[:1], leaves[1:]) if len(leaves) > 1 or unless is None else ([], leaves)
-    is_first_finite = _elements_finite(first, inverse)
-    if not others:
-        return is_first_finite
-    # XLA does not fuse across a branch, which makes the compilation four times as fast.
-    is_known = ~is_first_finite if unless is None else unless | ~is_first_finite
-    return tf.cond(is_known, lambda: is_first_finite, lambda: _elements_finite(others, inverse))
+def _unless(proof: tf.Tensor, test: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Return true if `proof` is, else the result of the test; eagerly the host reads the proof."""
+    if tf.executing_eagerly():
+        return proof if bool(proof) else test()
+    return tf.cond(proof, lambda: proof, test)
 
 
 def _elements_finite(leaves: list[Gradient], inverse: tf.Tensor | None) -> tf.Tensor:

@@ -68,15 +68,15 @@ PLAN = {
     """,
     "lossscale_tf": """
         _documented _pairs _state _verbs _warning:
-        _report: _verbs
-        keras: _documented _pairs _verbs _warning
-        v1: _documented _pairs _verbs _warning
+        _marks _report: _verbs
+        keras: _documented _marks _pairs _verbs _warning
+        v1: _documented _marks _pairs _verbs _warning
         __init__: _report _state _verbs keras v1
     """,
     "lossscale_tf.keras": """
-        _marks _inner:
+        _inner:
         _arguments _names _saving _slots: _inner
-        _optimizer: _arguments _inner _marks _names _saving _slots
+        _optimizer: _arguments _inner _names _saving _slots
         __init__: _optimizer
     """,
     "lossscale_tf.v1": """
@@ -192,13 +192,13 @@ TESTS = {
     "lossscale_tf": """
         _documented: promises_keras promises_v1 other_tools
         _pairs _warning: mistakes promises_keras promises_v1
+        _marks: last_loss promises_keras promises_v1
         _state _verbs: verbs conformance/backends@tensorflow
         _report: mistakes verbs
         __init__: imports
         *: watch
     """,
     "lossscale_tf.keras": """
-        _marks: last_loss promises_keras
         _inner _slots _names: promises_keras keras
         _arguments: mistakes promises_keras
         _saving: saving promises_keras

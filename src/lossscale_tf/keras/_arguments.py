@@ -7,19 +7,13 @@ import tensorflow as tf
 
 from lossscale_core import ScalingPolicy
 from lossscale_core.adapters import shown
-from lossscale_tf._documented import documented_policy, policy_of, require_no_base_arguments, require_policy_or_number
+from lossscale_tf._documented import documented_policy, policy_of, require_policy_or_number
 from lossscale_tf._pairs import pairs_of
 from lossscale_tf._verbs import Gradient, as_tensor
 from lossscale_tf._warning import warn_caller
-from lossscale_tf.keras._inner import require_no_session, require_optimizer
+from lossscale_tf.keras._inner import require_no_session
 
 _DEFAULTS = {"loss_scale": "dynamic", "dynamic": None, "initial_scale": None, "dynamic_growth_steps": None}
-
-
-def require_arguments(inner: Any, base_arguments: dict[str, Any]) -> None:
-    """Raise an error that names an argument of the constructor that is not valid."""
-    require_optimizer(inner)
-    require_no_base_arguments(base_arguments)
 
 
 def policy_of_arguments(

@@ -11,6 +11,8 @@ import lossscale_keras
 from lossscale_core import BaseScaling, ScaleState, SpikeGuard
 from lossscale_core.adapters import shown
 from lossscale_core.errors import CallOrderError
+from lossscale_tf._documented import require_no_base_arguments
+from lossscale_tf._marks import mark_gradient, mark_of, origins
 from lossscale_tf._verbs import Gradient, Tree, is_gradient, is_overwritten, scale_by, times, unconverted, unscale_by
 from lossscale_tf._warning import warn_caller, warn_if_resumed
 from lossscale_tf.keras._arguments import (
@@ -19,7 +21,6 @@ from lossscale_tf.keras._arguments import (
     loss_arguments,
     policy_of_arguments,
     present_gradients,
-    require_arguments,
 )
 from lossscale_tf.keras._inner import (
     apply_summed,
@@ -29,9 +30,9 @@ from lossscale_tf.keras._inner import (
     is_keras_3,
     own_aggregator,
     require_no_session,
+    require_optimizer,
     require_tensorflow,
 )
-from lossscale_tf.keras._marks import Steps, mark_gradient, mark_of, origins
 from lossscale_tf.keras._names import (
     NAMES,
     REMEDIES,
@@ -101,11 +102,12 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     ) -> None:
         require_tensorflow()
         inner = optimizer if inner_optimizer is None else inner_optimizer
-        require_arguments(inner, base_arguments)
+        require_optimizer(inner)
+        require_no_base_arguments(base_arguments)
         chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         super().__init__(inner, chosen, guard=guard, global_clipnorm=global_clipnorm, name=name)
         self._slots = Slots(inner)
-        self._steps = Steps()
+        self._steps = _Steps()
         self._is_initialised = True
 
     def get_scaled_loss(self, loss: Tree) -> Tree:
@@ -499,8 +501,8 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     def _warn_of_missing_calls(self, is_scaled: bool, is_unscaled: bool) -> None:
         """Count a step of a user's loop that misses scaling or unscaling, and warn of the first one."""
         self._steps.missing.assign_add(1)  # when a traced step runs, not only when it is traced
-        if not self._steps.has_warned:
-            self._steps.has_warned = True
+        if not self._losses.has_warned:
+            self._losses.has_warned = True
             calls = {"get_scaled_loss": is_scaled, "get_unscaled_gradients": is_unscaled}
             warn_caller(
                 f"{' and '.join(name for name, is_made in calls.items() if not is_made)} not called before "
@@ -564,3 +566,14 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     def __dir__(self) -> list[str]:
         return listed(super().__dir__(), self.inner_optimizer)
+
+
+class _Steps:
+    """What a wrapper knows of its own steps. TensorFlow's checkpoints do not look into it."""
+
+    def __init__(self) -> None:
+        self.has_begun = self.is_traced = False
+        with tf.init_scope():
+            first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            self.missing = tf.Variable(0, trainable=False, dtype=tf.int64, aggregation=first)
+            """The number of steps that missed a call."""

@@ -4,17 +4,18 @@ import functools
 import re
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from lossscale_core import ScaleState, ScalingPolicy, StepInfo, diagnose, metrics, state_from_dict, state_to_dict
 from lossscale_core.adapters import check_overflow_streak, shown
 from lossscale_tf._documented import policy_of, require_policy_or_number
+from lossscale_tf._marks import mark_gradient, origins
 from lossscale_tf._pairs import pairs_of, scales_already
 from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
 from lossscale_tf._warning import warn_caller, warn_if_resumed
-from lossscale_tf.v1._foreign import are_foreign, mark, origins
+from lossscale_tf.v1._foreign import are_foreign
 from lossscale_tf.v1._step import Step, merges_replicas
 
 _Optimizer: Any = tf.compat.v1.train.Optimizer
@@ -168,9 +169,10 @@ class LossScaleOptimizer(_Optimizer):
         )
         inverse = 1.0 / state.loss_scale
         unscaled = [(None if grad is None else cast_for(each, grad, inverse), each) for grad, each in pairs]
+        scaled_loss = _ScaledLoss(self, state.loss_scale)
         for (leaf, _), (grad, _) in zip(unscaled, pairs, strict=True):
             if leaf is not None:
-                mark(self, leaf, grad, state.loss_scale)
+                mark_gradient(scaled_loss, leaf, grad, "computed")
         self._computed |= _of_this_thread(variable for _, variable in pairs)
         return unscaled
 
@@ -199,7 +201,8 @@ class LossScaleOptimizer(_Optimizer):
             raise RuntimeError("gradients are applied in a replica context; call this inside strategy.run")
         if global_step is not None and tf.executing_eagerly() and self.last_step is None:
             warn_if_resumed(self.policy, self.scale_state, global_step)
-        pairs = _pairs(grads_and_vars)
+        pairs = pairs_of(grads_and_vars)
+        _require_variables([variable for _, variable in pairs])
         present = [(as_tensor(grad), variable) for grad, variable in pairs if grad is not None]
         if not present:
             raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
@@ -258,6 +261,13 @@ class LossScaleOptimizer(_Optimizer):
                 self._optimizer._create_slots(variables)
 
 
+class _ScaledLoss(NamedTuple):
+    """The loss of `compute_gradients`, in the marks of its gradients."""
+
+    owner: LossScaleOptimizer
+    loss_scale: tf.Tensor
+
+
 # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/ops.py#L1014
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 """The names that TensorFlow accepts for a scope in a graph."""
@@ -307,12 +317,6 @@ def _require_optimizer(opt: Any) -> None:
             f"opt={shown(opt)} must be a tf.compat.v1.train.Optimizer; wrap a Keras optimizer by "
             "lossscale_tf.LossScaleOptimizer"
         )
-
-
-def _pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    pairs = pairs_of(grads_and_vars)
-    _require_variables([variable for _, variable in pairs])
-    return pairs
 
 
 def _require_variables(variables: list[Any]) -> None:

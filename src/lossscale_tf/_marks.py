@@ -1,4 +1,4 @@
-"""The marks of gradients that were unscaled, and the counts of a user's loop."""
+"""The marks of gradients that were unscaled."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -11,23 +11,12 @@ class Mark(NamedTuple):
     """The mark of a gradient, in its attribute `_loss_scaling`."""
 
     loss: Any
-    """The mark of the loss that it is a gradient of."""
+    """The loss that it is a gradient of: its `owner`, which is what has scaled it, and its `loss_scale`."""
     kind: Literal["scaled", "unscaled", "computed"]
     """"scaled" was given to be unscaled, "unscaled" is the result, and "computed" comes from `compute_gradients`."""
     origin: Any = None
     """In a graph, the gradient before it was unscaled. When it is applied, one product unscales and clips it, and
     TensorFlow prunes the unscaled tensor, which saves a write and a read of all gradients."""
-
-
-class Steps:
-    """What a wrapper knows of its own steps."""
-
-    def __init__(self) -> None:
-        self.has_begun = self.is_traced = self.has_warned = False
-        with tf.init_scope():
-            first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-            self.missing = tf.Variable(0, trainable=False, dtype=tf.int64, aggregation=first)
-            """The number of steps that missed a call."""
 
 
 def mark_of(leaf: Any, owner: Any) -> Mark | None:
