@@ -88,6 +88,9 @@ def test_a_spike_counts_as_the_limit(norms):
         limit = guard.limit(state)
         accepted, after = guard.check(state, norm)
         assert guard.check(GuardState(*map(np.asarray, state)), norm) == (accepted, after)
+        with np.errstate(all="ignore"):
+            alike = guard.check(GuardState(*(np.stack([value] * 2) for value in state)), np.float32([norm] * 2))
+        assert [accepted, *after] == [alike[0][1], *(value[1] for value in alike[1])]
         spiked = math.isfinite(norm) and not accepted
         assert spiked == (state.norms >= 3 and limit < norm < math.inf)
         assert after.spikes == state.spikes + spiked

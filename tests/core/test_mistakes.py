@@ -27,7 +27,7 @@ from lossscale_core import (
     state_to_dict,
     step_info,
 )
-from lossscale_core.adapters import check_setting, guard_state_from_dict
+from lossscale_core.adapters import check_guard, check_setting, guard_state_from_dict
 from lossscale_core.errors import CheckpointError, PolicyError
 from lossscale_core.testing import simulate, simulate_gradients
 
@@ -73,6 +73,7 @@ MISTAKES = {
         *((as_policy, (each,), f"{each!r} {NOT_A_POLICY}") for each in ("1024", "cuda", NoScaling, None, True, [])),
         (as_policy, (STATE,), "is a state and not a policy; pass its policy in this place"),
         (as_policy, (0,), "0 is not a loss-scaling policy: as a fixed scale, init_scale=0 must be a number from"),
+        (check_guard, (POLICY,), "must be a SpikeGuard; pass SpikeGuard(), or leave it out"),
         # Adapters check the numbers that they take in addition to a policy as settings are checked.
         (_set, ("max_norm", math.nan), "max_norm=nan must be a number from 0; pass math.inf not to clip"),
         (_set, ("max_norm", "1.0"), "max_norm='1.0' must be a number from 0; pass math.inf not to clip"),

@@ -48,6 +48,7 @@ def test_every_member_of_a_bare_policy_has_a_default():
     assert (members.kind, members.max_overflow_streak, members.backoff_factor) == (None, None, 1.0)
     assert (members.state_type, members.bounds(), members.growth_interval) == (AdditiveState, (1.0, 2.0**15), 2)
     assert members.init_state() == policy.init_state()
+    assert members.settings() == {"init_scale": 2.0**10, "growth_interval": 2, "min_scale": 1.0, "max_scale": 2.0**15}
 
 
 def test_a_kind_belongs_to_one_policy():

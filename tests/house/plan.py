@@ -142,7 +142,7 @@ TESTS = {
     """,
     "lossscale_core.testing": """
         _check: check_policy own_policies
-        _simulation: testing mistakes
+        _simulation: testing mistakes guard
         loops: loops adapters/jax_check_step
         __init__: testing
         *: guard
