@@ -107,6 +107,8 @@ def test_promise_001_every_optimizer(world, name):
     for value in (1.0, INF, 1.0):
         world.assign(factor, value)
         world.run(step)
+    numbers = optimizer.metrics()
+    assert [world.value(numbers[each]) for each in ("steps", "skipped_steps", "applied_steps")] == [3, 1, 2]
     for _ in range(2):
         world.run(bare_step)
     assert world.value(variable).tobytes() == world.value(expected).tobytes()

@@ -208,7 +208,7 @@ TESTS = {
     """,
     "lossscale_tf.v1": """
         _foreign _step _optimizer __init__: promises_v1 mistakes other_tools
-        *: last_loss
+        *: last_loss conformance/checkpoints_across_frameworks@compat
     """,
     "lossscale": """
         _recording _script: adapters/torch_run
