@@ -140,6 +140,17 @@ def test_a_flag_that_was_changed_in_place_counts(fused, call, value, device):
             assert (param.item(), scaler.get_scale()) == (1.0, scale)
 
 
+def test_an_interval_that_is_lowered_on_a_device_is_reached():
+    """The count is kept below it, since torch's kernel compares the two with ==."""
+    with Emulated("mps"):
+        (_, optimizer), scaler = one(True, "mps"), GradScaler("mps", init_scale=8.0, growth_interval=10)
+        for _ in range(4):
+            take_step(scaler, optimizer, 1.0)
+        scaler.set_growth_interval(2)
+        take_step(scaler, optimizer, 1.0)
+        assert scaler.get_scale() == 16.0
+
+
 def test_each_flag_is_on_the_device_of_its_key():
     """Until `step`, which combines them."""
     with Emulated("mps") as mode:

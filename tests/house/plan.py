@@ -153,10 +153,10 @@ TESTS = {
         _versions: versions scaler
         _ranks: distributed norms
         _snapshots: attempts hooks transactions
-        _state _placement: states scaler synchronisation loops
+        _state _placement: states scaler synchronisation loops transactions
         _checkpoint: scaler broken_files other_tools messages
         _verbs: conformance/backends@torch conformance/wrong_arguments@torch odd_gradients
-        _optimizers: odd_optimizers states transactions loops
+        _optimizers: odd_optimizers states transactions loops differences
         hooks: hooks guard transactions
         _watch: watch loops transactions messages
         _attach: attach penalty
