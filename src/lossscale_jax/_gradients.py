@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 
 PyTree: TypeAlias = Any
@@ -57,15 +58,14 @@ def lifted(tree: Tree) -> Tree:
     return map_gradients(lift, tree)
 
 
-def times(array: Array, factor: Array) -> Array:
-    """Return an array times a factor of shape `()`, in float32 or wider."""
-    wide = lift(array)
-    return wide * factor.astype(wide.dtype)
-
-
 def multiply(grads: Tree, factor: Array) -> Tree:
     """Return gradients times a factor of shape `()`, in float32 or wider."""
-    return map_gradients(lambda leaf: times(leaf, factor), grads)
+
+    def multiplied(leaf: Array) -> Array:
+        wide = lift(leaf)
+        return wide * factor.astype(wide.dtype)
+
+    return map_gradients(multiplied, grads)
 
 
 def divide(grads: Tree, loss_scale: Array) -> Tree:
@@ -75,7 +75,7 @@ def divide(grads: Tree, loss_scale: Array) -> Tree:
     def divided(leaf: Array) -> Array:
         if leaf.dtype != jnp.float64:
             # XLA fuses a product into the operation that reads it, but would store a quotient first.
-            return times(leaf, inverse)
+            return multiply(leaf, inverse)
         # XLA would replace a division by a scalar by a product with its reciprocal, if it saw the scalar.
         return leaf / lax.optimization_barrier(jnp.full_like(leaf, loss_scale))
 
@@ -87,75 +87,61 @@ def as_arrays(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) and is_gradient(leaf) else leaf, tree)
 
 
-def real_parts(array: Array) -> tuple[Array, ...]:
-    """Return a complex array's real and imaginary part, or a real array alone."""
-    return (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
+def check(
+    grads: PyTree, factor: Array, *, with_norm: bool = False, keep_dtypes: bool = False, skip: Skip = "cond"
+) -> tuple[Array, Array]:
+    """Return whether every element is finite, before and after it is multiplied by `factor`, and the 2-norm after it.
 
-
-def each_finite(grads: PyTree, factor: Array | None = None, *, keep_dtypes: bool = False, skip: Skip = "cond") -> Array:
-    """Return whether every element is finite; with a factor, before and after the multiplication by it.
-
-    A finite sum of squares proves that all elements are finite, and costs one read at memory speed. Elements are tested
-    one by one if the sum is not finite, if the factor is above 1, eagerly, and always with "select".
+    A finite sum of squares proves that all elements are finite, costs one read at memory speed, and is that of the
+    norm. Elements are tested one by one if the sum is not finite, if the factor is above 1, eagerly, and always with
+    "select". The norm is then computed in units of a large power of two, since the squares may overflow. It is
+    undefined without `with_norm`, and infinite if it exceeds its dtype.
     """
-    leaves = list(gradients_of(grads).values())
-    exact = functools.partial(_each_element_finite, leaves, factor, keep_dtypes)
-    if skip == "select" or not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return exact()
-    proven = jnp.isfinite(_sum_of_squares(leaves)) & (True if factor is None else factor <= 1.0)
-    return lax.cond(proven, lambda: proven, exact)
-
-
-def global_norm(grads: PyTree, factor: Array, *, skip: Skip = "cond") -> Array:
-    """Return the 2-norm of all gradients together, times `factor`; it is finite if and only if every element is.
-
-    The gradients are read once. If their sum of squares overflows, they are read again, in units of a large power of
-    two; `optax.global_norm` would return infinity. With "select" they are always read twice, for the same norm.
-    """
-    leaves = list(gradients_of(grads).values())
-    if not leaves:
-        return jnp.float32(0.0)
-    squares = _sum_of_squares(leaves)
+    parts = _parts(grads)
+    if not parts:
+        return jnp.asarray(True), jnp.float32(0.0)
+    squares = _sum_of_squares(parts)
     factor = factor.astype(squares.dtype)
-    known = jnp.sqrt(squares) * factor
+    norm = jnp.sqrt(squares) * factor
 
-    def exact() -> Array:
+    def exactly() -> tuple[Array, Array]:
+        multiplied = multiply(grads, factor)
+        multiplied = optax.tree.cast_like(multiplied, grads) if keep_dtypes else multiplied
+        # By a difference, which is NaN for infinity and NaN, and else 0: XLA compiles its sum to less than
+        # `isfinite(...).all()`, and on a CPU a minimum or maximum may lose a NaN.
+        finite = jnp.stack([jnp.isfinite((part - part).sum()) for part in _parts(multiplied)]).all()
+        if not with_norm:
+            return finite, norm
         # No square of an element in these units overflows, and none that counts flushes to zero. The unit is applied
         # in two halves, so that neither product leaves the range of the dtype before the last one.
         half = 2.0**270 if squares.dtype == jnp.float64 else 2.0**48
-        parts = [part for leaf in leaves for part in real_parts(lift(leaf))]
         in_units = _sum_of_squares([part.astype(squares.dtype) / half**2 for part in parts])
-        norm = jnp.where(jnp.isfinite(squares), known, jnp.sqrt(in_units) * half * factor * half)
-        norm = jnp.minimum(norm, float(jnp.finfo(squares.dtype).max))
-        # A maximum may lose a NaN in XLA on a CPU, but the sum does not.
-        fits = jnp.stack([jnp.isfinite(jnp.max(jnp.abs(part)) * factor.astype(part.dtype)) for part in parts]).all()
-        return jnp.where(fits & jnp.isfinite(in_units), norm, jnp.inf)
+        return finite, jnp.where(jnp.isfinite(squares), norm, jnp.sqrt(in_units) * half * factor * half)
 
-    return choose(jnp.isfinite(squares) & (factor <= 1.0), lambda: known, exact, skip)
-
-
-def choose(flag: Array, yes: Callable[[], Array], no: Callable[[], Array], skip: Skip) -> Array:
-    """Return `yes()` if `flag`, else `no()`: by a conditional, or with "select", or eagerly, of both results."""
-    by_cond = skip == "cond" and isinstance(flag, jax.core.Tracer)
-    return lax.cond(flag, yes, no) if by_cond else jnp.where(flag, yes(), no())
+    if skip == "select" or not isinstance(squares, jax.core.Tracer):
+        return exactly()
+    proven = jnp.isfinite(squares) & (factor <= 1.0)
+    return lax.cond(proven, lambda: (proven, norm), exactly)
 
 
-def _each_element_finite(leaves: list[Array], factor: Array | None = None, keep_dtypes: bool = False) -> Array:
-    """Return whether every element is finite; test each one."""
-    # By a sum of square roots, which cannot overflow: XLA compiles it to less than `isfinite(...).all()`, and a minimum
-    # or maximum may lose a NaN in XLA on a CPU.
-    flags = []
-    for leaf in map(lax.stop_gradient, leaves):
-        values = leaf if factor is None else times(leaf, factor)
-        values = values.astype(leaf.dtype) if keep_dtypes else values
-        flags += [jnp.isfinite(jnp.sqrt(jnp.abs(part)).sum()) for part in real_parts(lift(values))]
-    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+def _parts(grads: PyTree) -> list[Array]:
+    """Return the real and the imaginary parts of all gradients, in float32 or wider; small ones of one type stacked.
+
+    XLA compiles and launches a kernel for each part, which takes longer than to read a small one.
+    """
+    leaves = map(lift, gradients_of(grads).values())
+    parts = [part for leaf in leaves for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
+    groups: dict[Any, list[Array]] = {}
+    for number, part in enumerate(parts):
+        # The type has the sharding, too, so that a new axis in front moves nothing between devices.
+        groups.setdefault(jax.typeof(part) if part.size <= 2**14 else number, []).append(part)
+    return [jnp.stack(group) if len(group) > 1 else group[0] for group in groups.values()]
 
 
-def _sum_of_squares(arrays: list[Array]) -> Array:
-    """Return the sum of the squared magnitudes of one or more arrays, real or complex, in float32 or wider."""
-    squares = [_squared(part) for array in arrays for part in real_parts(lift(array))]
-    widest = jnp.float64 if any(square.dtype == jnp.float64 for square in squares) else jnp.float32
+def _sum_of_squares(parts: list[Array]) -> Array:
+    """Return the sum of the squares of one or more real arrays, in their widest dtype."""
+    squares = [_squared(part) for part in parts]
+    widest = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
     return functools.reduce(jnp.add, [square.astype(widest) for square in squares])
 
 

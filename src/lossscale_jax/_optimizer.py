@@ -14,7 +14,7 @@ from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
 from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, explain_arguments, shown
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _gradients
-from lossscale_jax._gradients import PyTree, Skip, Tree, as_arrays, divide, each_finite, lifted, map_gradients, multiply
+from lossscale_jax._gradients import PyTree, Skip, Tree, as_arrays, divide, lifted, map_gradients, multiply
 from lossscale_jax._states import (
     LossScaledState,
     Window,
@@ -23,6 +23,7 @@ from lossscale_jax._states import (
     require_gradients_of,
     require_state,
     scale_states_of,
+    trained,
 )
 from lossscale_jax._verbs import init_state, select
 
@@ -137,86 +138,67 @@ def loss_scaled(
         hint = "pass one that is made, such as optax.adamw(1e-3), and the policy after it"
         raise TypeError(f"inner={inner!r} must be an optimizer with init and update; {hint}")
     accumulation_steps = check_setting("accumulation_steps", accumulation_steps)
-    accumulates = accumulation_steps > 1
-    if axis_name is not None and (max_norm is not None or accumulates):
+    if axis_name is not None and (max_norm is not None or accumulation_steps > 1):
         hint = "reduce the gradients over the axis first and leave axis_name out"
         raise PolicyError(f"max_norm and accumulation_steps take reduced gradients, and axis_name others; {hint}")
-    choices: dict[str, tuple[Any, Any, str]] = {
-        "drop": ("window", "micro_batch", "leave it out to drop the whole window"),
-        "skip": ("cond", "select", "leave it out for the one that suits the backend"),
-        "keep_dtypes": (True, False, "leave it out for False"),
-    }
-    for name, value in (("drop", drop), ("skip", "cond" if skip is None else skip), ("keep_dtypes", keep_dtypes)):
-        if value not in choices[name][:2]:
-            raise PolicyError("{}={} must be {!r} or {!r}; {}".format(name, shown(value), *choices[name]))
+    for name, value, *known in (
+        ("drop", drop, "window", "micro_batch"),
+        ("skip", skip, "cond", "select", None),
+        ("keep_dtypes", keep_dtypes, True, False),
+    ):
+        if value not in known:
+            hint = "leave it out for the default"
+            raise PolicyError(f"{name}={shown(value)} must be {known[0]!r} or {known[1]!r}; {hint}")
     check_guard(guard)
     policy = as_policy(policy)
     max_norm = None if max_norm is None else float(check_setting("max_norm", max_norm))
     needs_norm = guard is not None or max_norm is not None
     inner_update = optax.with_extra_args_support(inner).update
-
-    def widened(tree: PyTree) -> PyTree:
-        """Return parameters in the dtypes of the gradients that the inner optimizer receives."""
-        return tree if keep_dtypes else lifted(tree)
+    widened: Any = (lambda tree: tree) if keep_dtypes else lifted  # parameters in the dtypes of the inner gradients
 
     def init(params: PyTree) -> LossScaledState:
         inner_state = inner.init(widened(params))
         if scale_states_of(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
-        has_float16 = jnp.float16 in map(jnp.result_type, jax.tree.leaves(params))
-        if keep_dtypes and has_float16 and _makes_nan_of_zeros(inner, params, inner_state):
+        if keep_dtypes and _makes_nan_of_zeros(inner, params, inner_state):
             hint = "as with eps=1e-8, which is 0 in float16; pass eps=1e-4 to it, or leave keep_dtypes out"
             raise PolicyError(f"keep_dtypes=True, and inner makes NaN of a float16 gradient of zero, {hint}")
-        zeros = optax.tree.zeros_like(lifted(params)) if accumulates else None
-        window = Window(zeros, jnp.int32(0), jnp.int32(0), jnp.asarray(False)) if accumulates else None
+        zeros = optax.tree.zeros_like(lifted(trained(params))) if accumulation_steps > 1 else None
+        window = None if zeros is None else Window(zeros, jnp.int32(0), jnp.int32(0), jnp.asarray(False))
         guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
         return place_with(LossScaledState(init_state(policy), inner_state, window, guard_state), params)
 
-    def check(grads: PyTree, loss_scale: Any, way: Skip) -> _Checked:
-        """Check each element of scaled gradients, or compute the norm, which is finite if each element is."""
-        factor = 1.0 / loss_scale.astype(float)  # in float64 with x64
-        norm = _gradients.global_norm(grads, factor, skip=way) if needs_norm and not accumulates else None
-        finite = jnp.asarray(True) if norm is None else jnp.isfinite(norm)
-        if norm is None or keep_dtypes:  # a value that is finite in float32 may be infinite in the gradient's dtype
-            finite &= each_finite(grads, factor, keep_dtypes=keep_dtypes, skip=way)
-        finite = _gradients.all_true(finite, axis_name)
-        unscale = functools.partial(divide, loss_scale=loss_scale)
-        return _Checked(grads, unscale, norm, finite, proposed=finite, counts=jnp.asarray(True))
-
     def take(grads: Any, state: Any, params: Any, extra_args: Any, result_of: Any, keep: Any = None) -> Any:
-        """Return `result_of(updates)` if the step is applied, else `keep`; whether it is applied; and the state.
-
-        Without `keep` the result of a skipped step is undefined.
-        """
+        """Return `result_of(updates)` if the step is applied, else `keep`, or zeros without it; and the new state."""
         require_state(state, accumulation_steps, guard)
         grads = as_arrays(grads)
         scale_state, inner_state, window, guard_state = tuple[Any, ...](state)
         way: Skip = skip or ("select" if jax.default_backend() == "gpu" else "cond")
-        if accumulates:
-            require_gradients_of(window.total, grads)
-        elif params is not None:
-            as_updates = lambda: inner_update(lifted(grads), inner_state, widened(params), **extra_args)[0]  # noqa: E731
-            require_gradients_of(params, grads, as_updates)
-        checked = check(grads, scale_state.loss_scale, way)
-        _gradients.require_reduced(checked.finite, scale_state)
-        if accumulates:
-            checked, window = _accumulate(checked, window, accumulation_steps, drop, needs_norm, way)
-
-        source, norm = checked.grads, checked.norm
-        everywhere: Any = None if guard is None else _gradients.total_norm(norm, axis_name).astype(jnp.float32)
-        applies, after, guard_state = decide(
-            policy, guard, scale_state, guard_state, checked.finite, everywhere, proposed=checked.proposed, xp=jnp
+        if window is not None or params is not None:
+            require_gradients_of(trained(params) if window is None else window.total, grads)
+        factor = 1.0 / scale_state.loss_scale.astype(float)  # in float64 with x64
+        finite, norm = _gradients.check(
+            grads, factor, with_norm=needs_norm and window is None, keep_dtypes=keep_dtypes, skip=way
         )
-        scale_state = select(checked.counts, after, scale_state)
+        finite = _gradients.all_true(finite, axis_name)
+        _gradients.require_reduced(finite, scale_state)
+        unscale = functools.partial(divide, loss_scale=scale_state.loss_scale)
+        proposal = _Proposal(grads, unscale, norm, finite, applies=finite, counts=jnp.asarray(True))
+        if window is not None:
+            proposal, window = _accumulate(proposal, window, accumulation_steps, drop, needs_norm, way)
+
+        total: Any = None if guard is None else _gradients.total_norm(proposal.norm, axis_name).astype(jnp.float32)
+        applies, after, guard_state = decide(
+            policy, guard, scale_state, guard_state, proposal.finite, total, proposed=proposal.applies, xp=jnp
+        )
+        scale_state = select(proposal.counts, after, scale_state)
         window = None if window is None else window._replace(stepped=applies)
-        if max_norm is not None:  # outside of the step, so that XLA does not compute it once for each leaf
-            # The largest number stands for a norm beyond it.
-            known = jnp.where(norm < jnp.finfo(norm.dtype).max, norm, jnp.inf)
-            shrink = 1.0 / clip_divisor(known, max_norm, xp=jnp)
+        # Outside of the step, so that XLA does not compute it once for each leaf.
+        shrink = None if max_norm is None else 1.0 / clip_divisor(proposal.norm, max_norm, xp=jnp)
 
         def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
-            unscaled = checked.unscale(source)
-            unscaled = unscaled if max_norm is None else multiply(unscaled, shrink)
+            unscaled = proposal.unscale(source)
+            unscaled = unscaled if shrink is None else multiply(unscaled, shrink)
             unscaled = optax.tree.cast_like(unscaled, grads) if keep_dtypes else unscaled
             updates, inner_state = inner_update(unscaled, inner_state, widened(params), **extra_args)
             return result_of(updates), inner_state
@@ -224,137 +206,131 @@ def loss_scaled(
         def skipped(applied: Any, source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
             # XLA lets a conditional reuse the memory of an operand only if one branch returns it unchanged. So a skip
             # returns the gradients if nothing is to be kept, and the updates take their memory.
-            kept = (grads if accumulates else source) if keep is None else keep
+            kept = (source if window is None else grads) if keep is None else keep
             return _fitted(kept, applied[0]), jax.tree.map(_cast, inner_state, applied[1])
 
         with explained(inner_state, lambda: inner.init(widened(params))):
             if way == "cond" and isinstance(applies, jax.core.Tracer):
                 step = jax.jit(step, inline=True)  # traced once, for its shapes and in the conditional
-                skipped = functools.partial(skipped, jax.eval_shape(step, source, inner_state))
-                result, inner_state = lax.cond(applies, step, skipped, source, inner_state)
+                shapes = jax.eval_shape(step, proposal.source, inner_state)
+                skip_step = functools.partial(skipped, shapes)
+                result, inner_state = lax.cond(applies, step, skip_step, proposal.source, inner_state)
             else:  # with zeros for a line search, a host callback or checks, which would otherwise act on NaN
-                harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), source)
-                applied = step(harmless, inner_state)
-                old = skipped(applied, source, inner_state)
-                inner_state = select(applies, applied[1], old[1])
-                result = applied[0] if keep is None else select(applies, applied[0], old[0])
-        return result, applies, LossScaledState(scale_state, inner_state, window, guard_state)
+                harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), proposal.source)
+                result, new_state = step(harmless, inner_state)
+                old, inner_state = skipped((result, new_state), proposal.source, inner_state)
+                inner_state = select(applies, new_state, inner_state)
+                result = result if keep is None else select(applies, result, old)
+        if keep is None:
+            # XLA fuses this into the addition. -0.0, and not 0.0, also keeps the signs of zeros.
+            nothing = lambda leaf: lax.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0)  # noqa: E731
+            result = select(applies, result, jax.tree.map(nothing, result))
+        return result, LossScaledState(scale_state, inner_state, window, guard_state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        result, applies, state = take(updates, state, params, extra_args, lambda result: result)
-        # XLA fuses this into the addition. -0.0, and not 0.0, also keeps the signs of zeros.
-        nothing = lambda leaf: lax.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0)  # noqa: E731
-        return select(applies, result, jax.tree.map(nothing, result)), state
+        return take(updates, state, params, extra_args, lambda result: result)
 
     def apply_gradients(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
         params = as_arrays(params)
         # In float32, since `apply_updates` promotes half-precision parameters, which JAX's strict promotion refuses.
         added = lambda updates: optax.tree.cast_like(optax.apply_updates(lifted(params), updates), params)  # noqa: E731
-        result, _, state = take(grads, state, params, extra_args, added, keep=params)
-        return result, state
+        return take(grads, state, params, extra_args, added, keep=params)
 
     update.apply_gradients, update.policy = apply_gradients, policy  # type: ignore[attr-defined]
     return LossScaledTransformation(init, update)
 
 
-class _Checked(NamedTuple):
-    """The gradients of a step, and what is known of them before it is decided whether the step is applied."""
+class _Proposal(NamedTuple):
+    """A step that waits for the decision: of the gradients of a call, or of those of a window."""
 
-    grads: PyTree
+    source: PyTree
     """Scaled gradients, or the total of a window."""
     unscale: Callable[[PyTree], PyTree]
-    """Returns the gradients to apply, given those above."""
+    """Returns the gradients to apply, given `source`."""
     norm: Any
-    """The norm of the gradients to apply; None if neither `max_norm` nor a guard needs it."""
+    """The norm of the gradients to apply; undefined if neither `max_norm` nor a guard needs it."""
     finite: Any
     """bool: what the policy learns of this call."""
-    proposed: Any
-    """bool: whether this call applies a step, unless a guard refuses it."""
+    applies: Any
+    """bool: whether there is a step to apply, unless a guard refuses it."""
     counts: Any
     """bool: whether this call is a step of the policy."""
 
 
 def _accumulate(
-    checked: _Checked, window: Window, steps: int, drop: str, needs_norm: bool, way: Skip
-) -> tuple[_Checked, Window]:
-    """Return the total of the window with one more micro-batch in place of its gradients, and the window after it."""
+    micro: _Proposal, window: Window, steps: int, drop: str, needs_norm: bool, way: Skip
+) -> tuple[_Proposal, Window]:
+    """Return the proposal of a window with one more micro-batch, and the window after it."""
     # Divide each micro-batch before it is added, so that the sum of finite micro-batches is finite.
-    share = multiply(checked.unscale(checked.grads), jnp.asarray(1.0 / steps, float))
+    share = multiply(micro.unscale(micro.source), jnp.asarray(1.0 / steps, float))
     total = jax.tree.map(jnp.add, window.total, optax.tree.cast_like(share, window.total))
-    total, seen = select(checked.finite, total, window.total), window.seen + 1
-    good = window.finite + checked.finite.astype(jnp.int32)
-    factor = steps / jnp.maximum(good, 1).astype(float)
+    total, seen = select(micro.finite, total, window.total), window.seen + 1
+    good = window.finite + micro.finite.astype(jnp.int32)
     is_full, is_whole = seen >= steps, good == seen
     applies = is_full & (is_whole if drop == "window" else good > 0)
-    finite, counts = (is_whole, is_full) if drop == "window" else (checked.finite, checked.counts)
-    norm = None
-    if needs_norm:
-        norm_of_mean = lambda: _gradients.global_norm(total, factor, skip=way).astype(jnp.float32)  # noqa: E731
-        norm = _gradients.choose(applies, norm_of_mean, lambda: jnp.float32(jnp.inf), way)
-    mean = functools.partial(multiply, factor=factor)
+    finite, counts = (is_whole, is_full) if drop == "window" else (micro.finite, micro.counts)
+    factor = steps / jnp.maximum(good, 1).astype(float)
+    norm = _gradients.check(total, factor, with_norm=True, skip=way)[1].astype(jnp.float32) if needs_norm else None
     window = Window(total, seen, good, applies)
     window = select(is_full, optax.tree.zeros_like(window), window)
-    return _Checked(total, mean, norm, finite, applies, counts), window
+    return _Proposal(total, functools.partial(multiply, factor=factor), norm, finite, applies, counts), window
 
 
 def _makes_nan_of_zeros(inner: optax.GradientTransformation, params: PyTree, inner_state: PyTree) -> bool:
-    """Return whether 16 steps on gradients of zero make parameters NaN; False if that cannot be known.
+    """Return whether 16 steps on gradients of zero make float16 parameters NaN; False if that cannot be known.
 
-    Computes with values also where `params` are traced: on zeros, for one leaf of each dtype, number of dimensions and
-    place in the inner state. All axes are cut to 1. If the state has arrays of other shapes, as that of
-    `optax.adafactor`, which factors axes from 128 on, two axes are then cut to 128. So neither time nor memory grows
-    with the size of the model.
+    Computes with values also where `params` are traced: on zeros, for one leaf of each place in the inner state. All
+    axes are cut to 1, or two of them to 128 if the state has arrays of other shapes, as that of `optax.adafactor`,
+    which factors axes from 128 on. So neither time nor memory grows with the size of the model.
     """
-    paths: dict[Any, tuple[Any, list[Any]]] = {
-        path: (leaf, []) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    places: dict[Any, list[Any]] = {path: [] for path, leaf in leaves if jnp.result_type(leaf) == jnp.float16}
     for path, _ in jax.tree_util.tree_leaves_with_path(inner_state):
         for n in range(len(path) + 1):
-            if path[n:] in paths:
-                paths[path[n:]][1].append(path[:n])
-    asked = {(jnp.result_type(leaf), jnp.ndim(leaf), *places): path for path, (leaf, places) in paths.items()}.values()
-    factors = {jnp.shape(leaf) for leaf in jax.tree.leaves(inner_state)} - {
-        jnp.shape(leaf) for leaf, _ in paths.values()
-    }
+            if path[n:] in places:
+                places[path[n:]].append(path[:n])
+    usual = {(), *(jnp.shape(leaf) for _, leaf in leaves)}
+    longest = 128 if {jnp.shape(leaf) for leaf in jax.tree.leaves(inner_state)} - usual else 1
 
-    def steps(size: int) -> Any:
-        """Return whether the parameters are finite after 16 steps."""
+    def cut(leaf: Any) -> list[int]:
+        shape = jnp.shape(leaf)
+        large = sorted(range(len(shape)), key=shape.__getitem__)[-2:]
+        return [min(n, longest if axis in large else 1) for axis, n in enumerate(shape)]
 
-        def cut(path: Any, leaf: Any) -> Any:
-            largest = sorted(range(jnp.ndim(leaf)), key=lambda axis: jnp.shape(leaf)[axis])[-2:]
-            shape = [min(n, size) if axis in largest else min(n, 1) for axis, n in enumerate(jnp.shape(leaf))]
-            return jnp.zeros(shape, jnp.result_type(leaf)) if path in asked else None
+    asked = {(cut(leaf).count(128), *places[path]): path for path, leaf in leaves if path in places}.values()
+
+    def remains_finite() -> Any:
+        zeros = lambda path, leaf: jnp.zeros(cut(leaf), jnp.float16) if path in asked else None  # noqa: E731
+        grads = jax.tree_util.tree_map_with_path(zeros, params)
 
         def step(carry: Any) -> tuple[PyTree, PyTree]:
-            state, trained = carry
-            updates, state = inner.update(grads, state, trained)
-            return state, optax.apply_updates(trained, updates)
+            updates, state = inner.update(grads, *carry)
+            return state, optax.apply_updates(carry[1], updates)
 
-        grads = jax.tree_util.tree_map_with_path(cut, params)
-        first = step((inner.init(grads), grads))  # after which no dtype changes
-        return each_finite(lax.fori_loop(1, 16, lambda _, carry: step(carry), first)[1], skip="select")
+        start = inner.init(grads), grads
+        start = jax.tree.map(_cast, start, jax.eval_shape(step, start))  # the dtypes that a step returns
+        trained = lax.fori_loop(0, 16, lambda _, carry: step(carry), start)[1]
+        return _gradients.check(trained, jnp.float32(1.0), skip="select")[0]
 
-    for size in (1, 128) if factors - {()} else (1,):
-        with contextlib.suppress(Exception):  # it may need extra arguments, an axis, or the parameters as they are
-            # Compiled ahead of time, it runs while another program is traced, too. One program: an eager step would
-            # compile one for each operation.
-            if not bool(jax.jit(steps, static_argnums=0).lower(size).compile()()):
-                return True
+    with contextlib.suppress(Exception):  # it may need extra arguments, an axis, or the parameters as they are
+        # Compiled ahead of time, it runs while another program is traced, too. One program: an eager step would compile
+        # one for each operation.
+        return bool(asked) and not bool(jax.jit(remains_finite).lower().compile()())
     return False
 
 
 def _fitted(tree: PyTree, like: PyTree) -> PyTree:
-    """Return `tree` in the form of `like`; zeros for each leaf, or a tree, of another form, as gradients may have."""
+    """Return `tree` in the form of `like`; zeros in place of a tree, or of a leaf, of another form."""
     structure: Any = jax.tree.structure
-    if structure(tree) != structure(like):  # as with optax.lookahead
-        return jax.tree.map(lambda leaf: _cast(jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf)), leaf), like)
-    return jax.tree.map(_fitting, tree, like)
+    if structure(tree) != structure(like):  # gradients with optax.lookahead
+        tree = optax.tree.zeros_like(like)
 
+    def fitted(leaf: Any, like: Any) -> Any:
+        # Of another shape, or varying over more axes, are the gradients of an optimizer that reduces them.
+        fits = jnp.shape(leaf) == jnp.shape(like) and not _gradients.varying(leaf) - _gradients.varying(like)
+        return _cast(leaf if fits else jnp.zeros(jnp.shape(like)), like)
 
-def _fitting(leaf: Any, like: Any) -> Any:
-    """Return `leaf` in the dtype and with the varying axes of `like`; zeros for an optimizer that reduces gradients."""
-    fits = jnp.shape(leaf) == jnp.shape(like) and not _gradients.varying(leaf) - _gradients.varying(like)
-    return _cast(leaf if fits else jnp.zeros(jnp.shape(like), jnp.result_type(like)), like)
+    return jax.tree.map(fitted, tree, like)
 
 
 def _cast(leaf: Any, like: Any) -> Any:

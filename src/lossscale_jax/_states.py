@@ -43,12 +43,8 @@ class LossScaledState(NamedTuple):
     """The state of the spike guard; None without a guard."""
 
 
-_HARMFUL: dict[Any, str] = {
-    optax.ApplyIfFiniteState: "optax.apply_if_finite wraps loss_scaled and drops overflows before they can lower the "
-    "loss scale; leave it out",
-    optax.MultiStepsState: "optax.MultiSteps wraps loss_scaled and keeps a NaN in its sum for good, or drops overflows "
-    "before they can lower the loss scale; pass accumulation_steps= instead",
-}
+_HIDING = {optax.ApplyIfFiniteState: "apply_if_finite", optax.MultiStepsState: "MultiSteps"}
+"""The wrappers of optax that must not be around `loss_scaled`, by their states."""
 
 _RESTORE = "restore the checkpoint into what init returns, such as orbax's restore(path, init(params))"
 
@@ -66,9 +62,11 @@ def get_scale_state(opt_state: PyTree) -> ScaleState[Array]:
         ScaleStateError: `opt_state` holds no scale state, or several (the message lists their paths); or an optax
             wrapper around `loss_scaled` drops overflows before they can lower the loss scale, or keeps them.
     """
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, (LossScaledState, *_HARMFUL))):
-        if isinstance(node, tuple(_HARMFUL)) and scale_states_of(node):
-            raise ScaleStateError(f"{_HARMFUL[type(node)]}, or wrap it: loss_scaled(optax.chain(...), policy)")
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _is_own(node) or type(node) in _HIDING):
+        if type(node) in _HIDING and scale_states_of(node):
+            hint = "put it inside, as in loss_scaled(optax.chain(...), policy), or pass accumulation_steps="
+            does = "wraps loss_scaled and drops overflows before they can lower the loss scale, or keeps a NaN for good"
+            raise ScaleStateError(f"optax.{_HIDING[type(node)]} {does}; {hint}")
     found = scale_states_of(opt_state)
     if len(found) == 1:
         (state,) = found.values()
@@ -183,11 +181,16 @@ def explained(inner_state: PyTree, made: Callable[[], PyTree]) -> Iterator[None]
         raise ScaleStateError(f"{given}; {_RESTORE}") from error
 
 
-def require_gradients_of(params: PyTree, grads: PyTree, updates_of: Callable[[], PyTree] | None = None) -> None:
+def trained(params: PyTree) -> PyTree:
+    """Return the parameters that gradients are of: of those of `optax.lookahead`, the fast ones."""
+    is_pair = lambda node: isinstance(node, optax.LookaheadParams)  # noqa: E731
+    return jax.tree.map(lambda node: node.fast if is_pair(node) else node, params, is_leaf=is_pair)
+
+
+def require_gradients_of(params: PyTree, grads: PyTree) -> None:
     """Raise `ValueError` for the first leaf that cannot be a gradient of the parameter in its place.
 
     Gradients may leave out parameters by a part without leaves, such as None, and may hold one for each of n samples.
-    Those of another structure are right if `updates_of` returns updates of the parameters, as `optax.lookahead` does.
     """
     is_empty = lambda node: not jax.tree.leaves(node)  # noqa: E731
     flat: Any = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_empty)
@@ -205,9 +208,5 @@ def require_gradients_of(params: PyTree, grads: PyTree, updates_of: Callable[[],
                 found.append(f"have shape {jnp.shape(grad)} at {name}, and the parameter has shape {jnp.shape(param)}")
             elif is_gradient(param) > is_gradient(grad) or getattr(param, "dtype", None) == jax.dtypes.float0:
                 found.append(f"hold no floats at {name}, and the parameter does; gradients come first")
-    structure: Any = jax.tree.structure
-    if found and updates_of is not None and structure(grads) != structure(params):
-        with contextlib.suppress(Exception):  # of an optimizer that does not take them
-            found = found if structure(jax.eval_shape(updates_of)) != structure(params) else []
     if found:
         raise ValueError(f"the gradients {found[0]}; pass what jax.grad returns for these parameters")

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from lossscale_core import PolicyLike, ScaleState, adapters, as_policy
 from lossscale_core.adapters import OverflowReport, require_flag, shown
 from lossscale_jax import _gradients
-from lossscale_jax._gradients import PyTree, Tree, divide, each_finite, gradients_of, is_array, lift, multiply, name_of
+from lossscale_jax._gradients import PyTree, Tree, divide, gradients_of, is_array, lift, multiply, name_of
 
 if TYPE_CHECKING:
     Device: TypeAlias = Any  # jax has no type of it that a checker finds
@@ -127,7 +127,7 @@ def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
     Raises:
         TypeError: A leaf is not an array.
     """
-    return _gradients.all_true(each_finite(grads), axis_name)
+    return _gradients.all_true(_gradients.check(grads, jnp.float32(1.0))[0], axis_name)
 
 
 def unscale(grads: Tree, state: HasLossScale) -> Tree:

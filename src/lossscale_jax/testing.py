@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lossscale_core.adapters import shown_number
 from lossscale_core.testing.loops import BAD_STEPS, CLOSE, SCALES, change, listed, not_skipped, same
 from lossscale_jax._gradients import PyTree, as_arrays, is_array, is_gradient, name_of
 
@@ -21,6 +22,9 @@ _UNSCALE = (
 _NOT_SCALED = (
     "the gradients do not grow with the loss scale: differentiate scale(loss, state), and clip or replace nothing "
     "before the gradients are unscaled"
+)
+_NOT_RECEIVED = (
+    "pass every step to the policy; with accumulation_steps, check a function that takes all micro-batches of a window"
 )
 _HIDDEN = (
     "something makes the overflow finite before it is checked, such as nan_to_num or zero_nans: leave it out, or put "
@@ -42,10 +46,14 @@ def check_train_step(
     everything but the scale state must be as before, bit for bit, and the scale state must have counted an overflow.
     It also requires that steps with a loss scale of 1 and of 1024 have the same result, and that one of 2**-20 has no
     other: this finds weight decay that is added to scaled gradients. Compute in float32 for the check: in float16 small
-    gradients flush to zero at a scale of 1, and the results differ.
+    gradients flush to zero at a scale of 1, and the results differ. With `accumulation_steps` pass a step that takes a
+    whole window of micro-batches.
 
     ```python
-    check_train_step(step, (params, opt_state, average), [batch] * 6)
+    def checked_step(state, batch):
+        params, opt_state = step(*state, batch)
+        return params, opt_state  # the state, as it came
+    check_train_step(checked_step, (params, opt_state), [batch] * 6)
     ```
 
     The state may hold modules of flax nnx, which the step changes in place, or what `nnx.split`, `nnx.state` and
@@ -90,14 +98,17 @@ def check_train_step(
         old, scales = _flat(state)
         if number in BAD_STEPS:
             new, new_scales = _flat(taken(jnp.inf, batch))
-            for name in (name for name in filter(_COUNT.search, scales) if new_scales[name] != scales[name] + 1):
+            for name in (name for name in filter(_COUNT.search, scales) if new_scales[name] <= scales[name]):
                 received = any(not same(scales[n], new_scales[n]) for n in scales if not _SCALE.search(n))
                 (a, _), (b, _) = (_flat(taken(loss_scale, batch)) for loss_scale in SCALES)
                 grow = all(_is_close(old[n], a[n], b[n], CLOSE) for n in a)
-                hint = (_HIDDEN if grow else _NOT_SCALED) if received else "pass every step to the policy"
-                went = change(name, scales[name], new_scales[name])
-                raise AssertionError(f"step {number} was to overflow by an infinite loss scale, but {went}; {hint}")
-            moved = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
+                hint = (_HIDDEN if grow else _NOT_SCALED) if received else _NOT_RECEIVED
+                counted = f"{name} is {new_scales[name]} after it and was {scales[name]} before"
+                raise AssertionError(f"step {number} was to overflow by an infinite loss scale, but {counted}; {hint}")
+            # loss_scaled's own window of micro-batches says what its last call did.
+            owners = [_SCALE.sub("", name).removesuffix("scale_state") for name in filter(_SCALE.search, scales)]
+            allowed = (*may_move, *(f"{owner}window." for owner in owners))
+            moved = [name for name in old if not name.startswith(allowed) and not same(old[name], new[name])]
             if moved:
                 raise AssertionError(not_skipped(number, [change(n, old[n], new[n]) for n in moved], _SELECT))
         else:
@@ -106,7 +117,7 @@ def check_train_step(
                 (a, _), (b, _) = _flat(small), _flat(taken(loss_scale, batch))
                 differing = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name], limit)]
                 if differing:
-                    used = f"a loss scale of {SCALES[0]:g} and one of {loss_scale:g} gave different results"
+                    used = f"a loss scale of {SCALES[0]:g} and one of {shown_number(loss_scale)} gave different results"
                     raise AssertionError(f"at step {number} {used}: {listed(differing)}; {_UNSCALE}")
             state = small
 

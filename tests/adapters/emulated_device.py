@@ -37,8 +37,7 @@ class OnDevice(torch.Tensor):
         return result
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Show the values, for which the host waits."""
-        Emulated.reads += 1
+        """Show the values."""
         return f"OnDevice({self.values})"
 
     @classmethod

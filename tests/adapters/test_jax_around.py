@@ -127,6 +127,22 @@ def test_around(row, wrap, check):
     check(wrap(loss_scaled(SGD, POLICY)), _params_of(wrap))
 
 
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_lookahead_inside_with_accumulation(skip):
+    """A window of two equal micro-batches is one step; a bad one leaves all as it was."""
+    optimizer = loss_scaled(_lookahead(SGD), POLICY, accumulation_steps=2, skip=skip)
+    params = _params_of(_lookahead)
+    step = jax.jit(lambda params, opt_state, grads: optimizer.apply_gradients(grads, opt_state, params))
+    plain = _lookahead(SGD)
+    expected, _ = plain.update(GRADS, plain.init(params), params)
+    first = step(params, optimizer.init(params), _times(GRADS, SCALE))
+    assert bits(first[0]) == bits(params)
+    stepped = step(*first, _times(GRADS, SCALE))
+    jax.tree.map(np.testing.assert_allclose, stepped[0], optax.apply_updates(params, expected))
+    skipped = step(*step(*stepped, _times(GRADS, jnp.inf)), _times(GRADS, SCALE))
+    assert bits((skipped[0], skipped[1].inner_state)) == bits((stepped[0], stepped[1].inner_state))
+
+
 @pytest.mark.parametrize("method", ["update", "apply_gradients"])
 @pytest.mark.parametrize(("row", "wrap", "check"), EACH)
 def test_inside(row, wrap, check, method):

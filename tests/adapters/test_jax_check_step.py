@@ -90,7 +90,7 @@ def test_gradients_that_are_clipped_before_they_are_unscaled():
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    with pytest.raises(AssertionError, match=r"at step 1 a loss scale of 1 and one of 1024 gave different results"):
+    with pytest.raises(AssertionError, match=r"at step 1 a loss scale of 1 and one of 2\*\*10 gave different results"):
         check_train_step(jax.jit(step), (PARAMS, optimizer.init(PARAMS)), BATCHES)
 
 
@@ -103,8 +103,26 @@ def test_an_overflow_that_the_policy_never_receives():
         new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return select(finite, (new, POLICY.update(scale_state, finite)), state)
 
-    with pytest.raises(AssertionError, match=r"step 0 .* \[1\].skipped_steps went from 0 to 0; pass every"):
+    with pytest.raises(
+        AssertionError, match=r"step 0 .* \[1\].skipped_steps is 0 after it and was 0 before; pass every"
+    ):
         check_train_step(jax.jit(step), (PARAMS, init_state(POLICY)), BATCHES)
+
+
+@pytest.mark.parametrize("drop", ["window", "micro_batch"])
+def test_a_window_of_micro_batches(drop):
+    """The step to check takes all of them; one that takes a single one does not count each overflow, and is told."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=2, drop=drop)
+
+    def micro_step(state, batch):
+        params, opt_state = state
+        return optimizer.apply_gradients(_scaled_grads(params, get_scale_state(opt_state), batch), opt_state, params)
+
+    start = PARAMS, optimizer.init(PARAMS)
+    check_train_step(jax.jit(lambda state, batch: micro_step(micro_step(state, batch), batch)), start, BATCHES)
+    if drop == "window":
+        with pytest.raises(AssertionError, match="check a function that takes all micro-batches of a window"):
+            check_train_step(jax.jit(micro_step), start, BATCHES)
 
 
 def _changed(change, optimizer=OPTIMIZER, factor=None):

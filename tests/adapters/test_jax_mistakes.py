@@ -181,9 +181,9 @@ def test_where_an_eps_is_zero_in_float16(inner, params):
             init(loss_scaled(inner, POLICY, keep_dtypes=True), params)
 
 
-@pytest.mark.parametrize(("made", "programs_of"), [(optax.adam(0.1, eps=1e-4), 1), (optax.adafactor(0.1, eps=1e-2), 2)])
-def test_the_question_does_not_grow_with_the_model(made, programs_of):
-    """A billion elements in two hundred leaves: 16 steps of one small leaf for each dtype and number of dimensions."""
+@pytest.mark.parametrize("made", [optax.adam(0.1, eps=1e-4), optax.adafactor(0.1, eps=1e-2)], ids=["adam", "adafactor"])
+def test_the_question_does_not_grow_with_the_model(made):
+    """A billion elements in 181 leaves: 16 steps of one small leaf, or of one for each way to factor, in 1 MiB."""
     programs, steps = [], []
 
     def update(grads, state, params):
@@ -196,9 +196,8 @@ def test_the_question_does_not_grow_with_the_model(made, programs_of):
     params = [*halves * 60, jax.ShapeDtypeStruct((10**9,), jnp.float32)]
     jax.eval_shape(loss_scaled(inner, POLICY, keep_dtypes=True).init, params)
     jax.effects_barrier()
-    assert len(steps) == 16 * programs_of  # with all axes cut to 1, and then to 128 for an optimizer that factors
-    assert set(steps) <= {4, 5}
-    assert len(programs) == 2 * programs_of
+    assert steps in ([1] * 16, [2] * 16)
+    assert len(programs) == 2  # traced for the dtypes of the state, and for the loop
     assert max(map(sum, programs)) < 2**20
 
 

@@ -12,7 +12,7 @@ import pytest
 from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict, step_info
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
-from lossscale_jax._gradients import global_norm
+from lossscale_jax._gradients import check
 from tests.adapters.jax_reading import bits, reading_refused
 from tests.jax_names import enable_x64
 
@@ -145,12 +145,12 @@ def test_a_norm_is_right_wherever_squares_overflow(dtypes, skip):
         for scale in (2.0**-20, 1.0, 1000.0, 2.0**126):
             with enable_x64():
                 grads = [jnp.asarray([3.0, -4.0], dtype) * 2.0**exponent for dtype in dtypes]
-                norm = jax.jit(lambda grads, by: global_norm(grads, 1.0 / by, skip=skip))(grads, jnp.float32(scale))
+                compiled = jax.jit(lambda grads, by: check(grads, 1.0 / by, with_norm=True, skip=skip))
+                finite, norm = compiled(grads, jnp.float32(scale))
                 with np.errstate(all="ignore"):
-                    each = [np.asarray(grad) / np.asarray(scale, grad.dtype) for grad in grads]
-                    largest = np.finfo(max(dtypes)).max
-                    exact = np.hypot.reduce(np.concatenate(each).astype(max(dtypes)))
-                exact = min(exact, largest) if np.isfinite(np.concatenate(each)).all() else np.inf
+                    each = np.concatenate([np.asarray(grad) / np.asarray(scale, grad.dtype) for grad in grads])
+                    exact = np.hypot.reduce(each.astype(max(dtypes)))
+                assert finite == np.isfinite(each).all()
                 np.testing.assert_allclose(norm, exact, rtol=1e-6)
 
 
@@ -260,7 +260,7 @@ def test_a_large_max_norm_clips_nothing_and_one_of_zero_all(max_norm, size):
         ),
         ({"keep_dtypes": "float16"}, "keep_dtypes=.float16. must be True or False"),
         ({"skip": True}, "skip=True must be 'cond' or 'select'"),
-        ({"drop": "batch"}, "drop='batch' must be 'window' or 'micro_batch'; leave it out to drop the whole window"),
+        ({"drop": "batch"}, "drop='batch' must be 'window' or 'micro_batch'; leave it out for the default"),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):
@@ -342,7 +342,7 @@ def test_a_wrapper_that_hides_overflows_is_refused(wrap):
     opt_state = wrap(loss_scaled(optax.adam(0.1), POLICY)).init(PARAMS)
     for find in (get_scale_state, jax.jit(get_scale_state)):
         with pytest.raises(
-            ScaleStateError, match=r"drops overflows before they can lower the loss scale; .* or wrap it"
+            ScaleStateError, match=r"drops overflows before they can lower the loss scale, .*; put it inside"
         ):
             find(opt_state)
     with pytest.raises(ScaleStateError, match="wraps loss_scaled and"):
