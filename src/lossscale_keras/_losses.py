@@ -189,8 +189,9 @@ class Losses:
             last = xp.convert_to_tensor(self._shared)
             may_be_right = any(each.by_keras or each.is_unscaled or each.reads_scale for each in (own, *others))
             return Gradients(xp.where(last > 0.0, last, 1.0), own.applied, is_unscaled=may_be_right)
-        may_be_divided = any(each.is_unscaled or each.reads_scale for each in (*records, self._of_thread()))
-        if is_own and not (others or may_be_unscaled or may_be_divided):
+        is_divided = any(each.is_unscaled for each in records)
+        may_be_divided = any(each.reads_scale for each in (*records, self._of_thread()))  # a graph may get the scale
+        if is_own and not (others or may_be_unscaled or is_divided or may_be_divided):
             self._open.difference_update(records)  # a trace that fails here passes nothing on
             raise CallOrderError(
                 "get_scaled_loss was called and get_unscaled_gradients was not, so these gradients are taken to be "

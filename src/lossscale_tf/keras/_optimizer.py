@@ -538,7 +538,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             return getattr(inner, name, SETTINGS[name]) if self._is_initialised else SETTINGS[name]
         if inner is not None and kind_of(self, name) in (Kind.HYPERPARAMETER, Kind.READ):
             return getattr(inner, spelled(name))
-        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._is_initialised and name in NAMES and name != "inner_optimizer":
