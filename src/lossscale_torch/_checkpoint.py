@@ -39,7 +39,8 @@ def policy_of(policy: Any, torchs: dict[str, Any]) -> ScalingPolicy:
     if policy is not None:
         return as_policy(policy)
     scale: Any = torchs["init_scale"]
-    if isinstance(scale, int | float) and 0 < scale < math.inf:  # torch's scaler takes every such scale
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if is_number and 0 < scale < math.inf:  # torch's scaler takes every such scale
         scale = _bounded("init_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
     elif not isinstance(scale, (Real, str)):
         raise PolicyError(f"init_scale={shown(scale)} must be a number; pass 2.0**16, or a policy as policy=")
@@ -132,18 +133,21 @@ def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> fl
 
     Raises torch's error for what is not one; the given value and the rule follow torch's sentence.
     """
-    value, given = new_scale, repr(new_scale)
+    value = new_scale
     if isinstance(new_scale, torch.Tensor):
-        needs = "with" if new_scale.requires_grad else "without"
-        given = f"a tensor of shape {tuple(new_scale.shape)} on {new_scale.device} {needs} requires_grad"
         is_there = new_scale.device.type == torch.device(device_type).type
         if new_scale.numel() == 1 and is_there and not new_scale.requires_grad:
             if not new_scale.is_cpu or is_being_recorded():
                 return new_scale
-            value, given = new_scale.item(), repr(new_scale)
+            value = new_scale.item()
     if not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
         members = BaseScaling.of(policy)
         return _bounded("new_scale", value, members.min_scale, members.max_scale)
+    if isinstance(value, torch.Tensor):
+        needs = "with" if new_scale.requires_grad else "without"
+        given = f"a tensor of shape {tuple(new_scale.shape)} on {new_scale.device} {needs} requires_grad"
+    else:
+        given = repr(new_scale)
     raise AssertionError(
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
         f"requires_grad=False. It is {given}; pass a positive number, or a tensor of one element on {device_type}."

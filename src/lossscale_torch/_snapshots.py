@@ -34,8 +34,8 @@ class Buffers:
         A new tensor that is not saved, or has another shape, is a cache; without caches it stays.
         """
         for module, name, buffer, before in self._entries:
-            now: Any = module._buffers.get(name)
-            if not with_caches and now is not buffer and _is_cache(module, name, now, buffer):
+            now: Any = buffer if with_caches else module._buffers.get(name)  # scripted modules have no get
+            if now is not buffer and _is_cache(module, name, now, buffer):
                 continue
             if isinstance(is_applied, Tensor):
                 now.data.copy_(torch.where(moved(is_applied, now.device), now, before))

@@ -37,7 +37,8 @@ class OnDevice(torch.Tensor):
         return result
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Show the values."""
+        """Show the values, for which the host waits."""
+        Emulated.reads += 1
         return f"OnDevice({self.values})"
 
     @classmethod

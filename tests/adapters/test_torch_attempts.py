@@ -316,6 +316,21 @@ def test_a_lazy_module():
     assert model[1].num_batches_tracked.item() == 2
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_module():
+    """Its buffers are put back before each further try, though they are in no dict."""
+    model = nn.Sequential(nn.Linear(2, 4), torch.jit.script(nn.BatchNorm1d(4)))
+    scaler, optimizer = GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    for attempt in scaler.attempts(model):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 2)).sum()).backward()
+        if attempt.number < 2:
+            model[0].weight.grad.fill_(INF)
+        scaler.step(optimizer)
+        scaler.update()
+    assert model[1].num_batches_tracked.item() == 1
+
+
 @pytest.mark.parametrize(
     ("updates", "depth", "sentence"),
     [

@@ -187,6 +187,7 @@ ERRORS = {
     "a scale of NaN": _settings("init_scale=nan must be a number from 2**-126 to 2**126, where ... ; pass", NAN),
     "a scale of 0": _settings("init_scale=0.0 must be a number from ... ; pass", 0.0),
     "an infinite scale": _settings("init_scale=inf must be a number from ... ; pass", INF),
+    "enabled as scale": _settings("init_scale=True must be a number from ... ; pass", True),
     "a scale as text": _settings("init_scale='1024' must be a number from ... ; pass", "1024"),
     "no scale": _settings("init_scale=None must be a number; pass 2.0**16, or a policy as policy=", None),
     "a policy as scale": _settings("init_scale=DynamicScaling( ... or a policy as policy=", DynamicScaling()),

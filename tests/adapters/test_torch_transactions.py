@@ -236,7 +236,7 @@ def _step_by_torch(param, optimizer):
     _apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 1e-6})
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # of the import
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")  # of the import
 @pytest.mark.parametrize("begin", [_step_in_a_hook, _step_by_torch])
 def test_an_optimizer_that_steps_in_a_gradient_hook_is_told(begin):
     """Its gradients are applied scaled, and `step` finds none."""
