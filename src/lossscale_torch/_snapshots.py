@@ -37,10 +37,14 @@ class Buffers:
             now: Any = buffer if with_caches else module._buffers.get(name)  # scripted modules have no get
             if now is not buffer and _is_cache(module, name, now, buffer):
                 continue
+            is_resized = now is buffer and now.shape != before.shape  # as torch.ao's observers do at first
             if isinstance(is_applied, Tensor):
-                now.data.copy_(torch.where(moved(is_applied, now.device), now, before))
+                if not is_resized:
+                    now.data.copy_(torch.where(moved(is_applied, now.device), now, before))
             elif not is_applied:
                 module._buffers[name] = buffer
+                if is_resized:
+                    buffer.data = torch.empty_like(before)
                 buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
         for module, name in self._absent if is_applied is False else ():  # made by the first forward pass
             if name not in module._non_persistent_buffers_set:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import CallOrderError, OverflowStreakError, RetriesExhaustedError
 from lossscale_torch import GradScaler
+from lossscale_torch._snapshots import Buffers
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.test_torch_distributed import _local, _on_ranks
 from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, copies, one, same, take_step, two
@@ -35,6 +36,20 @@ class Noting(nn.Module):
 
     def forward(self, x):
         self.seen = torch.cat([self.seen, x.detach().sum()[None]])
+        return x
+
+
+class Observer(nn.Module):
+    """The largest values of each channel, in a buffer that is resized in place, as those of `torch.ao` are."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x):
+        if not len(self.largest):
+            self.largest.resize_(x.shape[1]).zero_()
+        self.largest.copy_(torch.maximum(self.largest, x.detach().amax(0)))
         return x
 
 
@@ -329,6 +344,33 @@ def test_a_scripted_module():
         scaler.step(optimizer)
         scaler.update()
     assert model[1].num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize("way", ["attempts", "protect"])
+def test_buffers_that_are_resized_in_place(way):
+    """They are empty before the first batch, and empty again if its step is skipped."""
+    model = nn.Sequential(nn.Linear(2, 4), Observer())
+    scaler = GradScaler("cpu", protect=model if way == "protect" else ())
+    optimizer, lengths = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for attempt in scaler.attempts(*([model] if way == "attempts" else [])):
+        lengths.append(len(model[1].largest))
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 2)).sum()).backward()
+        if attempt.number < 2:
+            model[0].weight.grad.fill_(INF)
+        scaler.step(optimizer)
+        scaler.update()
+    assert lengths == [0, 0, 0]
+    assert len(model[1].largest) == 4
+
+
+def test_a_resized_buffer_after_a_step_that_the_host_does_not_know():
+    """Its first values stay, since no kernel can choose between two shapes."""
+    observer = Observer()
+    copied = Buffers(observer)
+    observer(torch.ones(2, 3))
+    copied.put_back(torch.tensor(False), with_caches=False)
+    assert observer.largest.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_settings_of_torchs_that_the_policy_does_not_have(policy, saved, notes):
 
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_factors_of_one_are_taken(is_loaded):
-    """As by torch's setters, with which programs end a descent: set_backoff_factor(1.0). The scale then stays."""
+    """As by torch's setters: `set_backoff_factor(1.0)` ends a descent. But for its last bit the scale then stays."""
     scaler = GradScaler("cpu", 8.0)
     if is_loaded:
         scaler.load_state_dict({**TORCHS, "growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 1})
