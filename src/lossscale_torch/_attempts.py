@@ -64,7 +64,7 @@ def _attempts(scaler: Any, modules: Sequence[Module], retries: int, raise_at_end
             tries.after_first = tries.after_first or scaler._state_on_host()
     finally:
         tries.end()
-    if tries.applied:
+    if tries.applied and tries.is_over:  # else the state is that after the first try, and counts no other
         scaler._watch.retries += attempt.number
     scaler._watch.look(scaler, attempt.info, tries.has_bad_loss)
     if not tries.is_over:

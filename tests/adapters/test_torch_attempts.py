@@ -316,6 +316,22 @@ def test_the_log_and_the_streak_count_a_loop_once(caplog):
     assert resumed.diagnose() == scaler.diagnose()
 
 
+@pytest.mark.filterwarnings("ignore:the gradients of a step overflowed in 6 tries:UserWarning")
+def test_the_diagnosis_after_a_loop_that_gave_up_one_of_two_optimizers():
+    """The state is that after the first try, from which no tries are left out."""
+    params, optimizers = two()
+    scaler = GradScaler("cpu", init_scale=2.0**30)
+    for _ in range(3):
+        for attempt in scaler.attempts(retries=5):
+            scaler.scale(sum(params).sum()).backward()
+            params[1].grad.fill_(INF)
+            for each in optimizers:
+                scaler.step(each)
+            scaler.update()
+        assert attempt.number == 5
+    assert "3 of 3 steps skipped" in scaler.diagnose()
+
+
 def test_a_lazy_module():
     """Its buffers are made by the first try, and put back from the next step on."""
     model = nn.Sequential(nn.Linear(2, 4), nn.LazyBatchNorm1d())
