@@ -57,19 +57,19 @@ def _clip_scaled(
     device, groups = scale.device, ranks.groups(optimizers, of_norm=True)
     is_on_device = (not scale.is_cpu or is_being_recorded()) and all(kind_of(each) is Fused for each in optimizers)
     read = None if is_on_device else lambda norm: scaler._read([], norm)[0]
-    scaled, is_bad = gradients.norm(order, device, groups, ranks.norm_group, read)  # `read` is the one wait of a step
+    scaled, is_good = gradients.norm(order, scaler._one, groups, ranks.norm_group, read)  # the one wait of a step
     dtype = gradients.norm_dtype(device)
     factor: Tensor | float
     if is_on_device:
-        value, flag = scaled / scale, is_bad.float()
-        factor = torch.where(is_bad, 1.0, _clip_factor(value, max_norm) / scale)
+        value, flag = scaled / scale, torch.where(is_good, 0.0, scaler._one)
+        factor = torch.where(is_good, _clip_factor(value, max_norm) / scale, 1.0)
         norm = value.to(dtype)
     else:
         if isinstance(scaled, Tensor):
-            scaled, is_bad = scaler._read([], scaled, is_bad)
-        loss_scale, flag = scaler._scale_on_host(), torch.tensor(float(is_bad))
+            scaled, is_good = scaler._read([], scaled, is_good)
+        loss_scale, flag = scaler._scale_on_host(), torch.tensor(float(not is_good))
         value = scaled / loss_scale
-        factor = 1.0 if is_bad else _clip_factor(value, max_norm) / loss_scale
+        factor = _clip_factor(value, max_norm) / loss_scale if is_good else 1.0
         norm = torch.full_like(scale, math.inf if value > _LARGEST and dtype is torch.float32 else value, dtype=dtype)
     if is_guarded and kind_of(optimizers[0]) is Fused:
         divisor = 1.0 / factor if is_on_device or factor else math.inf
@@ -80,7 +80,7 @@ def _clip_scaled(
         has_divided = any(param.grad is not None for param in params_of(optimizer))
         if groups or has_divided:
             record["has_divided"] = has_divided
-            record["found_inf_per_device"] = {device: flag.clone()}
+            record["found_inf_per_device"] = {device: flag if record is records[0] else flag.clone()}
             record["stage"], record["known_to"] = UNSCALED, groups
             record.pop("given_up", None)
             record["norm"] = norm if is_on_device else torch.tensor(value, dtype=dtype)
@@ -92,7 +92,8 @@ def _clip_unscaled(scaler: Any, optimizers: list[Any], max_norm: float, order: f
     """Clip gradients that are unscaled already; return their norm."""
     gradients, ranks = Gradients(optimizers), scaler._ranks
     device = next((param.device for each in optimizers for param in params_of(each)), torch.device("cpu"))
-    norm: Tensor = gradients.norm(order, device, ranks.groups(optimizers, of_norm=True), ranks.norm_group)[0]
+    groups, one = ranks.groups(optimizers, of_norm=True), torch.ones((), dtype=torch.float32, device=device)
+    norm: Tensor = gradients.norm(order, one, groups, ranks.norm_group)[0]
     if max_norm < math.inf:
         gradients.multiply_(_clip_factor(norm, max_norm))
     return norm.to(gradients.norm_dtype(device))

@@ -1,5 +1,6 @@
 """An optimizer's gradients as real, dense, local values that can be checked, multiplied and measured."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -63,50 +64,50 @@ class Gradients:
     def norm(
         self,
         order: float,
-        device: torch.device,
+        one: Tensor,
         groups: Sequence[Any] = (),
         norm_group: Any = None,
         read: Callable[[Tensor], float] | None = None,
     ) -> tuple[Any, Any]:
-        """Return the norm of all elements on all ranks, and whether one of them is not finite.
+        """Return the norm of all elements on all ranks, and whether all of them are finite.
 
-        Both are tensors of shape `()` on `device`, of the norm in float64 if `device` has it; or a number and a bool,
-        by `read`. The norm is infinite if powers of finite elements leave the dtype. Each rank calls one all-reduce for
-        each group, in which it has 0 for the gradients that it lacks.
+        Both are tensors of shape `()`, of the norm in float64 if the device has it; or a number and a bool, by `read`.
+        The norm is infinite if powers of finite elements leave the dtype. Each rank calls one all-reduce for each
+        group, in which it has 0 for the gradients that it lacks.
 
         Args:
             order: The order of the norm, above 0.
-            device: The device of the all-reduce.
+            one: 1.0 in float32, on the device of the all-reduce and of the results.
             groups: The groups over which parameters are sharded or replicated, the same on all ranks of a group. A
                 parameter is taken for a copy in each group that does not shard it.
             norm_group: One of `groups`, of which each rank holds other parameters.
             read: A function that waits for a tensor. It is called without groups, for a 2-norm in the dtype of the
                 gradients, which is then only computed in float64 if it is not finite or tiny.
         """
+        device = one.device
         if read is not None and order == 2.0 and not groups and self._values:
             value = read(self._norm_of_order_2(device))
             if _SMALL <= value < math.inf or math.isnan(value):  # a sum of finite squares is not NaN
-                return value, math.isnan(value)
+                return value, not math.isnan(value)
         dtype = torch.float64 if device.type in HAVE_FLOAT64 else torch.float32
         norms, is_exact = self._norms(order, dtype, groups, norm_group)
         norms = [moved(each.to(dtype), device) for each in norms] or [torch.zeros(1, dtype=dtype, device=device)]
         total = torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms), order)
         if is_exact:
-            is_bad = ~(total < math.inf)  # true for NaN, too, and one kernel where `isfinite` takes four
+            is_good = total < math.inf  # false for NaN, too, and one kernel where `isfinite` takes four
         else:
-            one = torch.ones((), dtype=torch.float32, device=device)
             found = self.check_and_multiply_(one, torch.zeros_like(one)).values()
-            is_bad = torch.stack([moved(each, device) for each in found]).amax() != 0.0
+            is_good = functools.reduce(torch.maximum, [moved(each, device) for each in found]) == 0.0
         if groups:
             is_largest = order == math.inf
             part = total if is_largest else total**order
-            row = torch.stack([torch.where(is_bad, 0.0, part), is_bad.to(dtype)])
+            row = torch.stack([torch.where(is_good, part, 0.0), torch.where(is_good, 0.0, one).to(dtype)])
             operation = torch.distributed.ReduceOp.MAX if is_largest else torch.distributed.ReduceOp.SUM
             for group in groups:
                 torch.distributed.all_reduce(row, op=operation, group=group)
-            is_bad = row[1] != 0.0
-            total = torch.where(is_bad, math.nan, row[0] if is_largest else row[0] ** (1.0 / order))
-        return total, is_bad
+            is_good = row[1] == 0.0
+            total = torch.where(is_good, row[0] if is_largest else row[0] ** (1.0 / order), math.nan)
+        return total, is_good
 
     def _norms(
         self, order: float, dtype: torch.dtype, groups: Sequence[Any], norm_group: Any

@@ -42,12 +42,21 @@ class PlacedScaler(torch.amp.GradScaler):
     """The policy's state: host scalars, or `OnDevice`."""
     _known_scale: tuple[int, float] | None = None
     """The number of the scale's tensor that the host knows, and the tensor's version at that time."""
+    _kept_one: Tensor | None = None
     _is_fused = False
     """Whether a kernel has decided about a step, or a replay may."""
 
     def _replace_scale(self, value: Any) -> None:
         self._scale_tensor = None if value is None else value.detach().float().reshape(())
-        self._known_scale = None
+        self._known_scale = self._kept_one = None
+
+    @property
+    def _one(self) -> Tensor:
+        """1.0 beside the scale, which is only read and so made once, unless code is recorded."""
+        one = torch.ones_like(self._scale) if self._kept_one is None else self._kept_one
+        if not _state.is_being_recorded():
+            self._kept_one = one
+        return one
 
     # The loss scale in torch's own tensor: float32, shape `()`, or None before the first loss.
     _scale = property(operator.attrgetter("_scale_tensor"), _replace_scale)

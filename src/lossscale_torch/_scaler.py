@@ -213,7 +213,7 @@ class GradScaler(PlacedScaler):
             record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY
             record.pop("given_up", None)
             if self._needs_norm and found:
-                record["norm"] = total_norm([optimizer], scale.device, groups, self._ranks.norm_group)
+                record["norm"] = total_norm([optimizer], self._one, groups, self._ranks.norm_group)
 
     @not_compiled
     def unscale_and_clip_(
@@ -667,6 +667,7 @@ class GradScaler(PlacedScaler):
         fresh: dict[str, Any] = {
             "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
             "_scale_tensor": None,
+            "_kept_one": None,
             "_losses": [],
             "_new_scale": None,
             "_is_fused": False,

@@ -6,7 +6,7 @@ Scale and growth tracker are torch's own two tensors in both cases. A flag that 
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lossscale_core import DynamicScaling, step_info
+from lossscale_core import DynamicScaling
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import moved
 from lossscale_torch._step_info import StepInfo
@@ -71,11 +71,11 @@ def read(tensors: list[Tensor], device: torch.device) -> list[float]:
 def combined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a flag that is not 0.0 if one of the flags is not, NaN included: float32, shape `()`, on `device`."""
     found = [moved(flag, device) for flag in flags]
-    if len(found) == 1:
-        return found[0]
     if not found:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return (torch.stack([flag.reshape(()) for flag in found]) != 0.0).any().float()
+    if len(found) == 1:
+        return found[0]
+    return functools.reduce(torch.maximum, [flag.reshape(()) for flag in found])  # NaN, too, is a maximum
 
 
 # A step on a device.
@@ -94,24 +94,33 @@ class OnDevice:
 
     def __init__(self, state: Any, policy: Any, device: torch.device) -> None:
         whole = [value.dtype.kind != "f" for value in state[2:]]
+        self.has_moves = _has_moves(state) and _is_torchs_rule(policy, device)
+        # The memory of the whole numbers among the fields. Sums and products, unlike `update`, may leave int32.
+        kind = torch.int64 if self.has_moves else torch.int32
         with unrecorded(device):
-            # int64: the memory of the whole numbers among the fields
-            counts = torch.tensor([int(v) for v, is_whole in zip(state[2:], whole, strict=True) if is_whole])
-            self.counts = counts.to(device)
-            # What an overflow and a finite step add to the counts, and multiply them by.
+            counts = [int(v) for v, is_whole in zip(state[2:], whole, strict=True) if is_whole]
+            self.counts = torch.tensor(counts, dtype=kind).to(device)
             self.moves: list[Tensor] = [each.to(device) for each in _moves(policy, state)]
             self.not_and_same = torch.tensor([True, False]).to(device)
-            places = iter(range(len(counts)))
+            counters = iter(self.counts.unbind())
             rest = [
-                self.counts[next(places)] if is_whole else torch.tensor(value.item(), dtype=torch.float32).to(device)
+                next(counters) if is_whole else torch.tensor(value.item(), dtype=torch.float32).to(device)
                 for value, is_whole in zip(state[2:], whole, strict=True)
             ]
         self.fields = state._make([None, None, *rest])
-        self.has_moves = _has_moves(state)
 
     def tensors(self, scale: Tensor, tracker: Tensor) -> Any:
         """Return the policy's state, with torch's tensors as its first two fields."""
         return self.fields._make((scale, tracker, *self.fields[2:]))
+
+    def move(self, plus: Tensor, times: Tensor) -> Tensor:
+        """Multiply the counts and add to them; return the overflows in a row, in memory that does not change."""
+        if self.is_recorded:
+            torch.addcmul(plus, self.counts, times, out=self.counts)
+            return cast(Tensor, self.fields.overflow_streak.clone())
+        self.counts = torch.addcmul(plus, self.counts, times)
+        self.fields = self.fields._make((None, None, *self.counts.unbind()))
+        return cast(Tensor, self.fields.overflow_streak)
 
     def assigned(self, state: Any, policy: Any) -> "OnDevice":
         """Return this state with the numbers of another, in its own tensors if they can hold them."""
@@ -145,51 +154,38 @@ def copies(tensors: Any) -> Any:
 
 def advance_on_device(policy: Any, state: OnDevice, tensors: Any, records: Any, is_counted: bool) -> StepInfo:
     """Update a state in place, and return the outcome. Does not synchronise."""
-    device = tensors.loss_scale.device
+    scale, device = tensors.loss_scale, tensors.loss_scale.device
     flags = [(key, flag) for record in records for key, flag in record["found_inf_per_device"].items()]
     overflow = combined((flag for key, flag in flags if type(key) is not str), device)
-    vetoes = [flag for key, flag in flags if type(key) is str]
-    vetoed = (overflow == 0.0) & (combined(vetoes, device) != 0.0) if vetoes else None
-    if not is_counted:
-        now, overflowed = copies(tensors), overflow != 0.0
-        info = StepInfo(~overflowed, now.loss_scale, now.loss_scale, now.overflow_streak, overflowed)
-    elif state.has_moves and _is_torchs_rule(policy, device):
-        info = _advance_by_kernel(policy, state, tensors, overflow, vetoed)
-    else:
-        before = copies(tensors)
-        after = policy.update(before, overflow == 0.0, xp=torch)
-        if vetoed is not None:
-            after = after._make(map(functools.partial(torch.where, vetoed), before, after))
-        for tensor, value in zip(tensors, after, strict=True):
-            tensor.copy_(value)
-        outcome: Any = step_info(before, after)
-        info = StepInfo(*outcome)
-    if vetoed is None:
-        return info
-    spike = combined((flag for key, flag in flags if is_spike(key)), device)
-    return info._replace(applied=info.applied & ~vetoed, spiked=vetoed & (spike != 0.0))
-
-
-def _advance_by_kernel(policy: Any, state: OnDevice, tensors: Any, overflow: Tensor, vetoed: Tensor | None) -> StepInfo:
-    """Update by torch's own kernel; `vetoed` is a flag under which nothing changes."""
-    scale, tracker = tensors[:2]
-    used = state.after[0] if state.after is not None and state.after[1] == scale._version else scale.clone()
-    counted = tracker if vetoed is None else tracker.clone()
     is_good, is_bad = torch.logical_xor(overflow, state.not_and_same).unbind()  # NaN is not 0.0, either
-    # The kernel would multiply in float64 by factors that are not rounded.
-    growth, backoff = float(np.float32(policy.growth_factor)), float(np.float32(policy.backoff_factor))
-    torch._amp_update_scale_(scale, tracker, overflow, growth, backoff, policy.growth_interval)
-    scale.clamp_(policy.min_scale, policy.max_scale)
-    plus, times = torch.where(is_bad, state.moves[0], state.moves[1]).unbind()
-    if vetoed is None:
-        torch.addcmul(plus, state.counts, times, out=state.counts)
+    vetoes = [flag for key, flag in flags if type(key) is str]
+    vetoed = torch.logical_and(is_good, combined(vetoes, device)) if vetoes else None
+    used = state.after[0] if state.after is not None and state.after[1] == scale._version else scale.clone()
+    if is_counted and state.has_moves and _is_torchs_rule(policy, device):
+        moves = torch.where(is_bad, state.moves[0], state.moves[1])
+        if vetoed is not None:
+            moves = torch.where(vetoed, state.moves[2], moves)
+            tensors.growth_tracker.add_(vetoed, alpha=-1)  # the kernel adds 1, which is then below the interval
+        # The kernel would multiply in float64 by factors that are not rounded.
+        factors = float(np.float32(policy.growth_factor)), float(np.float32(policy.backoff_factor))
+        torch._amp_update_scale_(scale, tensors.growth_tracker, overflow, *factors, policy.growth_interval)
+        scale.clamp_(policy.min_scale, policy.max_scale)
+        streak = state.move(*moves.unbind())
     else:
-        scale.copy_(torch.where(vetoed, used, scale))
-        tracker.copy_(torch.where(vetoed, counted, tracker))
-        state.counts.copy_(torch.where(vetoed, state.counts, torch.addcmul(plus, state.counts, times)))
-    after = scale.clone()
-    state.after = None if state.is_recorded else (after, scale._version)
-    return StepInfo(is_good, used, after, tensors.overflow_streak.clone(), is_bad)
+        if is_counted:
+            after = policy.update(tensors, is_good, xp=torch)
+            if vetoed is not None:
+                after = after._make(map(functools.partial(torch.where, vetoed), tensors, after))
+            scale.copy_(after[0])
+            torch._foreach_copy_(list(tensors[1:]), list(after[1:]))
+        streak = tensors.overflow_streak.clone()
+    scale_after = scale.clone() if is_counted else used
+    state.after = None if state.is_recorded else (scale_after, scale._version)
+    if vetoed is None:
+        return StepInfo(is_good, used, scale_after, streak, is_bad)
+    spikes = [flag for key, flag in flags if is_spike(key)]
+    spiked = vetoed if len(spikes) == len(vetoes) else torch.logical_and(vetoed, combined(spikes, device))
+    return StepInfo(is_good ^ vetoed, used, scale_after, streak, is_bad, spiked)
 
 
 def _is_torchs_rule(policy: Any, device: torch.device) -> bool:
@@ -209,11 +205,12 @@ def _has_moves(state: Any) -> bool:
 
 
 def _moves(policy: Any, state: Any) -> Tensor:
-    """Return what an overflow and a finite step add to the counts, and multiply them by, off the policy's own update.
+    """Return what an overflow, a finite step and a vetoed one add to the counts, and multiply them by.
 
-    int64, shape (2, 2, counts); all zero for a policy that torch's kernel cannot follow.
+    int64, shape (3, 2, counts), from the policy's own update; for one that torch's kernel cannot follow, of no use.
     """
-    moves = np.zeros((2, 2, len(state) - 2), np.int64)
+    moves = np.zeros((3, 2, len(state) - 2), np.int64)
+    moves[2, 1] = 1
     if type(policy) is DynamicScaling:
         for row, grads_finite in enumerate((False, True)):
             of_zeros, of_ones = (

@@ -198,10 +198,11 @@ class Guard(Hook):
                 self._states[key] = state = state._make(torch.tensor(value).to(norm.device) for value in state)
         device = state.mean.device
         norm = moved(norm, device)
-        is_known = (moved(overflow, device) == 0.0) & (norm < math.inf)  # float32 squares may have left their range
-        norm = torch.where(is_known, norm.clamp(max=_LARGEST), math.inf).float()
-        accepted, after = self.rule.check(state, norm, xp=torch)
-        return (~accepted).float(), after
+        is_known = moved(overflow, device) == 0.0
+        if norm.dtype is torch.float64:  # one beyond float32 is a spike, and not an overflow
+            is_known, norm = is_known & (norm < math.inf), norm.clamp(max=_LARGEST).float()
+        accepted, after = self.rule.check(state, torch.where(is_known, norm, math.inf), xp=torch)
+        return torch.where(accepted, 0.0, 1.0), after
 
     def __reduce__(self) -> Any:
         return _guard_with, (self.rule, self.states(), self.entry)
@@ -373,12 +374,12 @@ class SameOnRanks(Hook):
         return SameOnRanks, ()
 
 
-def total_norm(optimizers: list[Any], device: torch.device, groups: list[Any], norm_group: Any) -> Tensor:
-    """Return the 2-norm of unscaled gradients on all ranks: shape `()`. Does not synchronise with the host."""
-    read = Tensor.item if device.type == "cpu" and not is_being_recorded() else None
+def total_norm(optimizers: list[Any], one: Tensor, groups: list[Any], norm_group: Any) -> Tensor:
+    """Return the 2-norm of unscaled gradients on all ranks: shape `()`, where `one` is. Does not synchronise."""
+    read = Tensor.item if one.is_cpu and not is_being_recorded() else None
     gradients = Gradients(optimizers)
-    norm, _ = gradients.norm(2.0, device, groups, norm_group, read)
-    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype(device))
+    norm, _ = gradients.norm(2.0, one, groups, norm_group, read)
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype(one.device))
 
 
 def require_hooks(hooks: Any) -> list[Hook]:
