@@ -322,7 +322,7 @@ def test_the_diagnosis_after_a_loop_that_gave_up_one_of_two_optimizers():
     params, optimizers = two()
     scaler = GradScaler("cpu", init_scale=2.0**30)
     for _ in range(3):
-        for attempt in scaler.attempts(retries=5):
+        for attempt in scaler.attempts(retries=5):  # noqa: B007  # used after the loop
             scaler.scale(sum(params).sum()).backward()
             params[1].grad.fill_(INF)
             for each in optimizers:
