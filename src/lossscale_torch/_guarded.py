@@ -38,6 +38,11 @@ class GuardedOptimizer(_AnyOptimizer):
     """The outcome of the last `step`, true if it was applied; before the first, and of a step that was interrupted, a
     step that was not applied."""
 
+    def metrics(self) -> dict[str, Any]:
+        """Return the numbers of steps and of skipped ones, and the guard's, as `GradScaler.metrics` does."""
+        numbers: dict[str, Any] = self._lossscale.metrics()
+        return numbers
+
 
 @explain_arguments
 def guarded(
@@ -63,8 +68,9 @@ def guarded(
 
     A bad gradient holds NaN or infinity, or its norm is refused by the guard. `step` measures the gradients, clips them
     if there is a `max_norm`, and calls the optimizer's own `step` or skips it. `optimizer.last_step` is the outcome, a
-    `StepInfo` with a scale of 1, which is true if the step was applied. A closure runs once, before the gradients are
-    measured. Use it without a loss scale, in bfloat16 or float32; a `GradScaler` does the same by itself.
+    `StepInfo` with a scale of 1, which is true if the step was applied; its `norm` is that of the gradients before they
+    are clipped, and `optimizer.metrics()` counts the steps and the skipped ones. A closure runs once, before the
+    gradients are measured. Use it without a loss scale, in bfloat16 or float32; a `GradScaler` does the same by itself.
 
     An ordinary optimizer costs one host synchronisation a step, and one more at the first bad one. A fused one costs
     none: its kernel skips and clips, and `last_step` stays on the device; hooks after its step run for skipped steps,
@@ -135,9 +141,9 @@ class _Step(GradScaler):
             self._abandon()  # what an interrupted step has left
             # Of a parameter, with a gradient or without: ranks must combine their flags on devices of one type.
             self.place_on(next((param.device for param in params_of(optimizer)), "cpu"))
-            clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
+            norm = clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
             self.step(optimizer, _inner=inner)
-            self.update()
+            self.update().norm = norm
         finally:
             self._abandon()
 

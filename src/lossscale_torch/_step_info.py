@@ -19,6 +19,8 @@ class StepInfo(lossscale_core.StepInfo[float | torch.Tensor, bool | torch.Tensor
     """Whether each optimizer's step was applied, by its id; None before the first step."""
     had_gradients: bool = True
     """Whether an optimizer had gradients to check."""
+    norm: torch.Tensor | None = None
+    """Of a step of a `guarded` optimizer: the norm of the gradients before clipping, of shape `()`, where they are."""
 
     def applied_of(self, optimizer: torch.optim.Optimizer) -> bool | torch.Tensor:
         """Return whether this optimizer's step was applied: a bool, or a bool tensor of shape `()` on its device.

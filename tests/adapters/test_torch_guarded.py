@@ -97,6 +97,21 @@ def test_it_clips_as_torch_does(fused):
     torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-7)
 
 
+@FUSED
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_what_there_is_to_log(fused, max_norm):
+    """The norm before clipping, which shows a bad step, too, and the numbers of steps and of skipped ones."""
+    model = _model()
+    optimizer = guarded(torch.optim.SGD(model.parameters(), lr=0.0, fused=fused), max_norm=max_norm)
+    for number, bad in enumerate((None, math.nan, None)):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        grads = torch.autograd.grad(model(x).square().mean(), model.parameters())
+        _step(model, optimizer, number, bad)
+        norm = optimizer.last_step.norm
+        assert norm.isnan() if bad else torch.isclose(norm, torch.nn.utils.get_total_norm(grads))
+    assert [int(optimizer.metrics()[name]) for name in ("steps", "skipped_steps")] == [3, 1]
+
+
 def test_a_norm_whose_squares_leave_float32_is_not_bad():
     """The step is taken, and clipped by the norm."""
     model = _model()

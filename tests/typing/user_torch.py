@@ -89,6 +89,8 @@ def train_without_scaling(model: torch.nn.Module, loss: Tensor) -> None:
         scheduler.step()
     assert_type(optimizer.last_step, StepInfo)
     assert_type(optimizer.last_step.applied, bool | Tensor)
+    assert_type(optimizer.last_step.norm, Tensor | None)
+    assert_type(optimizer.metrics(), dict[str, Any])
     assert_type(optimizer.param_groups, list[dict[str, Any]])
     wants_adamw(optimizer)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
