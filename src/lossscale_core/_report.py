@@ -9,7 +9,7 @@ import numpy as np
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SPIKES_HINT, GuardState
-from lossscale_core._messages import shown_number
+from lossscale_core._messages import shown, shown_number
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import Array, ArrayT_co, FlagT_co, ScaleState, loss_scale_of, read, require_one_state
 from lossscale_core.errors import OverflowStreakError
@@ -115,6 +115,17 @@ class OverflowReport(list[GradientReport]):
             for each in reports
         )
         return "\n".join([*lines, self.verdict])
+
+
+def require_pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    """Return (gradient, variable) pairs in a list; raise `TypeError` for what does not hold them."""
+    pairs: list[Any] = list(grads_and_vars) if isinstance(grads_and_vars, Iterable) else [None]
+    if all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        return pairs
+    raise TypeError(
+        f"overflow_report was given {shown(grads_and_vars)}; it takes (gradient, variable) pairs; pass "
+        "zip(grads, variables)"
+    )
 
 
 def _counted(name: str, gradient: Any) -> GradientReport:

@@ -209,7 +209,8 @@ def explain_arguments(called: CallableT) -> CallableT:
         try:
             return called(*args, **kwargs)
         except TypeError:
-            known = [name for name in inspect.signature(called).parameters if name != "self"]
+            places = inspect.signature(called).parameters
+            known = [name for name in places if name != "self"]
             wrong = next((name for name in kwargs if name not in known), None)
             if wrong is None:
                 raise
@@ -220,6 +221,11 @@ def explain_arguments(called: CallableT) -> CallableT:
             elif here in RULES and "policy" in known:
                 settings = ", ".join(f"{name}={shown(value)}" for name, value in named if name in RULES)
                 message = f"{wrong} is a setting of a policy; write {owner}(..., policy=DynamicScaling({settings}))"
+            else:
+                for name, value in (*zip(places, args, strict=False), *kwargs.items()):
+                    if name in known and not callable(getattr(value, wrong, callable)):
+                        setting = f"{type(value).__name__}(..., {wrong}={shown(kwargs[wrong])})"
+                        message = f"{wrong} is a setting of the {name}; write {owner}({setting}, ...)"
             raise TypeError(message) from None
 
     return cast(CallableT, explained)

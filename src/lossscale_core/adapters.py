@@ -16,7 +16,14 @@ from lossscale_core._messages import (
     unknown_name,
     warn_caller,
 )
-from lossscale_core._report import BAD_LOSS, GradientReport, OverflowReport, check_overflow_streak, log_event
+from lossscale_core._report import (
+    BAD_LOSS,
+    GradientReport,
+    OverflowReport,
+    check_overflow_streak,
+    log_event,
+    require_pairs,
+)
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, explain_arguments
 from lossscale_core._state import loss_scale_of
 from lossscale_core._step import clip_divisor, decide, norm_by_unit
@@ -42,6 +49,7 @@ __all__ = [
     "policy_text",
     "read_data",
     "require_flag",
+    "require_pairs",
     "shown",
     "shown_names",
     "shown_number",

@@ -4,7 +4,7 @@ from typing import Any
 
 from keras import ops
 
-from lossscale_core.adapters import OverflowReport
+from lossscale_core.adapters import OverflowReport, require_pairs
 from lossscale_keras._verbs import all_finite, dense, is_gradient, lifted
 
 
@@ -21,8 +21,11 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
     Returns:
         A list of `GradientReport`, one for each such variable, by its path; empty where nothing overflowed. Its
             `verdict` says whether a smaller loss scale helps.
+
+    Raises:
+        TypeError: `grads_and_vars` is not made of pairs.
     """
-    checked = [(grad, variable) for grad, variable in grads_and_vars if is_gradient(grad)]
+    checked = [(grad, variable) for grad, variable in require_pairs(grads_and_vars) if is_gradient(grad)]
     bad = [
         (getattr(variable, "path", variable.name), ops.convert_to_numpy(lifted(dense(grad))))
         for grad, variable in checked

@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core.adapters import OverflowReport
+from lossscale_core.adapters import OverflowReport, require_pairs
 from lossscale_tf._verbs import all_finite, is_gradient, lifted, summed_values
 
 
@@ -24,10 +24,11 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
 
     Raises:
         RuntimeError: The call is in a graph, which has no numbers yet.
+        TypeError: `grads_and_vars` is not made of pairs.
     """
     if not tf.executing_eagerly():
         raise RuntimeError("overflow_report reads numbers, which a graph has not; call it outside of tf.function")
-    checked = [(summed_values(grad), variable) for grad, variable in grads_and_vars if is_gradient(grad)]
+    checked = [(summed_values(grad), variable) for grad, variable in require_pairs(grads_and_vars) if is_gradient(grad)]
     bad = [
         (getattr(variable, "path", variable.name), lifted(values).numpy())
         for values, variable in checked

@@ -382,3 +382,5 @@ def test_keras_own_settings_are_those_of_a_policy():
         LossScaleOptimizer(inner, initial_scale=1024.0, dynamic_growth_steps=100)
     with pytest.raises(TypeError, match=r"'clip_norm' is called global_clipnorm in LossScaleOptimizer; write .*=1.0"):
         LossScaleOptimizer(inner, clip_norm=1.0)
+    with pytest.raises(TypeError, match=r"use_ema is a setting of the inner_optimizer; write .*SGD\(.*, use_ema=True"):
+        LossScaleOptimizer(inner, use_ema=True)

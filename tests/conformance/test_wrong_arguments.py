@@ -6,13 +6,17 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import keras
 import optax
 import pytest
+import tensorflow as tf
 import torch
 
 import lossscale
 import lossscale_core as core
 import lossscale_jax
+import lossscale_keras
+import lossscale_tf
 import lossscale_torch
 from lossscale_core import testing
 from lossscale_torch import GradScaler
@@ -20,6 +24,8 @@ from lossscale_torch import GradScaler
 POLICY = core.DynamicScaling()
 HOST, TORCH, JAX = (package.init_state(POLICY) for package in (core, lossscale_torch, lossscale_jax))
 MODEL = torch.nn.Linear(2, 1)
+KERAS, TF = lossscale_keras.init_state(POLICY), lossscale_tf.init_state(POLICY)
+TENSOR, KERAS_SGD = tf.ones(()), keras.optimizers.SGD()
 OPTAX = lossscale_jax.loss_scaled(optax.adam(0.1), POLICY)
 WRONG = {
     "a policy": POLICY,
@@ -97,12 +103,27 @@ CALLS = {
     "loss_scaled": (lossscale_jax.loss_scaled, optax.sgd(0.1), POLICY),
     "get_scale_state": (lossscale_jax.get_scale_state, WRONG["optax' state"]),
     "load_scale_state": (lossscale_jax.load_scale_state, WRONG["optax' state"], core.state_to_dict(HOST), POLICY),
+    "keras.init_state": (lossscale_keras.init_state, POLICY),
+    "keras.scale": (lossscale_keras.scale, TENSOR, KERAS),
+    "keras.unscale": (lossscale_keras.unscale, [TENSOR], KERAS),
+    "keras.all_finite": (lossscale_keras.all_finite, []),
+    "keras.select": (lossscale_keras.select, True, TENSOR, TENSOR),
+    "keras.overflow_report": (lossscale_keras.overflow_report, []),
+    "keras.LossScaleOptimizer": (lossscale_keras.LossScaleOptimizer, KERAS_SGD, POLICY),
+    "tf.init_state": (lossscale_tf.init_state, POLICY),
+    "tf.scale": (lossscale_tf.scale, TENSOR, TF),
+    "tf.unscale": (lossscale_tf.unscale, [TENSOR], TF),
+    "tf.all_finite": (lossscale_tf.all_finite, []),
+    "tf.select": (lossscale_tf.select, True, TENSOR, TENSOR),
+    "tf.overflow_report": (lossscale_tf.overflow_report, []),
+    "tf.LossScaleOptimizer": (lossscale_tf.LossScaleOptimizer, KERAS_SGD),
 }
 CASES = [(name, place) for name, (_, *arguments) in CALLS.items() for place in range(len(arguments))]
 REMEDY = re.compile(
     r"\b(pass|call|write|add|wrap|derive|make|merge|leave|restore)\b|known: |it takes |^pytree structure error"
+    r"|^Attempt to convert a value|^The two structures don't have the same nested structure"  # TensorFlow's
 )
-OF_JAX = ("jax.", "value_and_grad", "loss_scaled", "get_scale_state", "load_scale_state")
+OF_OTHERS = ("keras.", "tf.", "jax.", "value_and_grad", "loss_scaled", "get_scale_state", "load_scale_state")
 # An error about a policy, a saved state or a tool's keys is the same from every function that takes one; and torch's.
 SHARED = re.compile(r"policy|state_to_dict|is not a key of|^new_scale should be a float")
 PYTHONS = re.compile(r"object (is not|has no)|unsupported operand|expected str|got an unexpected|argument must be")
@@ -128,12 +149,16 @@ def test_a_wrong_argument_is_named_with_what_is_right(name, place, tmp_path, mon
     said = {what: _sentence(call, arguments, place, value) for what, value in WRONG.items()}
     for what, sentence in said.items():
         assert sentence is None or (REMEDY.search(sentence) and not PYTHONS.search(sentence)), (what, sentence)
-        if sentence is not None and not name.startswith(OF_JAX):
+        if sentence is not None and not name.startswith(OF_OTHERS):
             function_or_argument = re.findall(r"\w+=?", name)[-1]
             assert function_or_argument in sentence or SHARED.search(sentence), (what, sentence)
 
 
-@pytest.mark.parametrize("package", [core, lossscale_torch, lossscale_jax], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package",
+    [core, lossscale_torch, lossscale_jax, lossscale_keras, lossscale_tf],
+    ids=lambda package: package.__name__,
+)
 def test_no_function_is_left_out(package):
     """A new public function gets a row; `one_more` is for those who write policies."""
     functions = {name for name in package.__all__ if inspect.isfunction(getattr(package, name))} - {"one_more"}
