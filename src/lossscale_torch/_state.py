@@ -69,7 +69,7 @@ def read(tensors: list[Tensor], device: torch.device) -> list[float]:
 
 
 def combined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return a flag that is not 0.0 if one of the flags is not, NaN included: float32, shape `()`, on `device`."""
+    """Return the largest of some flags, which are 0.0, above it or NaN: float32, shape `()`, on `device`."""
     found = [moved(flag, device) for flag in flags]
     if not found:
         return torch.zeros((), dtype=torch.float32, device=device)
