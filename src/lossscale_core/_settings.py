@@ -223,6 +223,7 @@ def explain_arguments(called: CallableT) -> CallableT:
                 message = f"{wrong} is a setting of a policy; write {owner}(..., policy=DynamicScaling({settings}))"
             else:
                 for name, value in (*zip(places, args, strict=False), *kwargs.items()):
+                    # An attribute of what was given, and not a method: clipnorm of the optimizer to wrap.
                     if name in known and not callable(getattr(value, wrong, callable)):
                         setting = f"{type(value).__name__}(..., {wrong}={shown(kwargs[wrong])})"
                         message = f"{wrong} is a setting of the {name}; write {owner}({setting}, ...)"

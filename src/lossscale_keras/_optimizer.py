@@ -175,7 +175,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return mark
 
     def _warn_of_unscaled_loss(self) -> None:
-        """Warn once of a step whose loss was not scaled."""
+        """Warn once of a step with a loss that was not scaled."""
         if not self._losses.has_warned and core.BaseScaling.of(self.policy).scales_losses:
             self._losses.has_warned = True
             adapters.warn_caller(

@@ -1,4 +1,4 @@
-"""`guarded`: an optimizer whose step is taken as a whole or not at all, without a scaler."""
+"""`guarded`: an optimizer that takes each step as a whole or not at all, without a scaler."""
 
 import functools
 import inspect
