@@ -10,59 +10,34 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from lossscale_core import SpikeGuard
-from lossscale_core.errors import CheckpointError, SyncError
+from lossscale_core.errors import CheckpointError, OverflowStreakError, SyncError
 from lossscale_torch import GradScaler, guarded
-from lossscale_torch.hooks import Guard, Hook
+from lossscale_torch.hooks import Guard
 from tests.adapters.emulated_device import Emulated
+from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _on_ranks
+from tests.adapters.torch_steps import EITHER_KIND, INF, Veto, one, two
+from tests.core.guarded_run import EXPECTED, GUARD, NORMS, POLICY
 
-INF = float("inf")
 RULE = SpikeGuard(warmup=2)
 KINDS = pytest.mark.parametrize("kind", ["ordinary", "fused", "fused on a device"])
 
 
-class _Flag(Hook):
-    """Sets a flag, which a test changes."""
-
-    value: object = 0.0
-
-    def before_step(self, scaler, optimizer, record):
-        """Set it."""
-        record["found_inf_per_device"]["mine"] = self.value
-
-
-class _Count(Hook):
-    """Counts steps."""
-
-    count = 0
-
-    def after_update(self, scaler, info):
-        """Count one."""
-        self.count += 1
-
-    def state_dict(self):
-        """Save the count."""
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict):
-        """Restore it."""
-        self.count = state_dict["count"]
-
-
-def _two(kind, **settings):
+def _made(kind, **settings):
+    """Return two parameters, their optimizers, and a scaler."""
     device = "mps" if "device" in kind else "cpu"
-    params = [torch.nn.Parameter(torch.ones(2, device=device)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([param], lr=1e-3, fused=kind != "ordinary") for param in params]
-    scaler = GradScaler(device, policy=8.0, guard=RULE, **settings)
-    return params, optimizers, scaler
+    params, optimizers = two(kind != "ordinary", device=device, lr=1e-3)
+    settings = {"guard": RULE, **settings} if "hooks" not in settings else settings
+    return params, optimizers, GradScaler(device, init_scale=8.0, **settings)
 
 
-def _take(params, optimizers, scaler, *sizes):
+def _take(params, optimizers, scaler, *sizes, prepare=()):
+    """Take a step of each optimizer, with gradients of these sizes; return its outcome."""
     for param, size in zip(params, sizes, strict=True):
-        param.grad = torch.full_like(param, size * 8.0)
+        param.grad = torch.full_like(param, size * scaler.get_scale())
     scaler.scale(torch.ones((), device=params[0].device))
-    for optimizer in optimizers:
-        scaler.step(optimizer)
+    for call, *args in [*prepare, *((scaler.step, each) for each in optimizers)]:
+        call(*args)
     return scaler.update()
 
 
@@ -72,80 +47,149 @@ def _remembered(scaler):
 
 @KINDS
 def test_each_optimizer_is_remembered_by_itself(kind):
-    """Another one's overflow does not matter; its own is not remembered, nor a norm that a veto has refused."""
+    """Another one's overflow or spike does not matter; its own is not remembered, nor a norm that a veto has refused.
+
+    So it is after a restart, by the order of the optimizers.
+    """
     with Emulated("mps"):
-        veto = _Flag()
-        params, optimizers, scaler = _two(kind, hooks=[veto])
-        for sizes in [(1.0, 1.0), (1.0, INF), (1.0, 1.0)]:
+        veto = Veto()
+        params, optimizers, scaler = _made(kind, hooks=[veto], guard=RULE)
+        for sizes in [(1.0, 100.0), (1.0, INF), (1.0, 100.0)]:
             _take(params, optimizers, scaler, *sizes)
         assert _remembered(scaler) == [(3, 0), (2, 0)]
-        veto.value = 1.0
-        _take(params, optimizers, scaler, 1.0, 1e4)
-        assert _remembered(scaler) == [(3, 0), (2, 0)]
-        veto.value = 0.0
-        _take(params, optimizers, scaler, 1.0, 1e4)
-        assert _remembered(scaler) == [(4, 0), (3, 1)]
+        saved, scaler = scaler.state_dict(), _made(kind, hooks=[veto], guard=RULE)[2]
+        scaler.load_state_dict(saved)
+        for veto.value, norms in ((1.0, [(3, 0), (2, 0)]), (0.0, [(4, 0), (3, 1)])):
+            info = _take(params, optimizers, scaler, 1.0, 1e6)
+            assert [bool(info.applied_of(each)) for each in optimizers] == [not veto.value, False]
+            assert _remembered(scaler) == norms
 
 
 @KINDS
 def test_two_guards_have_a_veto_each(kind):
-    """The second does not lift the veto of the first; the one that accepts a refused step does not remember it."""
+    """The second does not lift the veto of the first; the one that accepts a refused step does not remember it.
+
+    Each continues with its own norms, also in a copy and a pickle.
+    """
     with Emulated("mps"):
-        strict, lax = Guard(RULE), Guard(SpikeGuard(warmup=9))
-        device = "mps" if "device" in kind else "cpu"
-        param = torch.nn.Parameter(torch.ones(2, device=device))
-        optimizer = torch.optim.SGD([param], lr=1e-3, fused=kind != "ordinary")
-        scaler = GradScaler(device, init_scale=8.0, hooks=[strict, lax])
+        (param, _), (optimizer, _), scaler = _made(kind, hooks=[Guard(RULE), Guard(SpikeGuard(warmup=9))])
         infos = [_take([param], [optimizer], scaler, size) for size in (1.0, 1.0, 1e4)]
         assert [(bool(each.applied), bool(each.spiked)) for each in infos] == [(True, False)] * 2 + [(False, True)]
-        assert [int(guard.states()[0].norms) for guard in (strict, lax)] == [3, 2]
+        assert [scaler.state_dict()[name]["norms"] for name in ("guard", "guard_2")] == [3, 2]
+        fresh = _made(kind, hooks=[Guard(RULE), Guard(SpikeGuard(warmup=9))])[2]
+        fresh.load_state_dict(scaler.state_dict())
+        copied = () if "device" in kind else (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler)))
+        assert all(other.state_dict() == scaler.state_dict() for other in (fresh, *copied))
 
 
 @pytest.mark.parametrize("value", [1.0, True, 1, torch.tensor([1.0])])
 def test_a_veto_may_be_a_number(value):
-    """As the flags of torch it is true if it is not zero."""
-    veto = _Flag()
-    params, optimizers, scaler = _two("ordinary", hooks=[veto])
-    veto.value = value
+    """As the flags of torch it is true if it is not zero; what is not a number is an error that names the hook."""
+    veto = Veto(value=value)
+    params, optimizers, scaler = _made("ordinary", hooks=[veto])
     assert not _take(params, optimizers, scaler, 1.0, 1.0).applied
-    veto.value = type(value)(False) if not isinstance(value, torch.Tensor) else torch.zeros(1)
+    veto.value = value * 0
     assert _take(params, optimizers, scaler, 1.0, 1.0).applied
-
-
-def test_a_veto_that_is_no_number_is_told():
-    """The error names the hook, its flag, and what a veto is."""
-    veto = _Flag()
-    params, optimizers, scaler = _two("ordinary", hooks=[veto])
     veto.value = "yes"
-    with pytest.raises(TypeError, match=r"_Flag.before_step set the flag 'mine' to 'yes'; a veto is 1.0"):
+    with pytest.raises(TypeError, match=r"Veto.before_step set the flag 'veto' to 'yes'; a veto is 1.0"):
         _take(params, optimizers, scaler, 1.0, 1.0)
+
+
+class _Reimplemented(GradScaler):
+    """A subclass with torch's own lines in the place of ours."""
+
+    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+        if not sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):
+            return optimizer.step(*args, **kwargs)
+        return None
+
+
+@EITHER_KIND
+def test_a_subclass_that_steps_by_itself_is_guarded_too(fused):
+    """A spike is a flag among the others; the norms that are checked, each once, are those before torch's clip."""
+    param, optimizer = one(fused)
+    scaler = _Reimplemented("cpu", policy=POLICY, guard=GUARD)
+    prepare = [(scaler.unscale_, optimizer), (torch.nn.utils.clip_grad_norm_, [param], 0.1)]
+    for step, norm in enumerate(NORMS):
+        before = param.item()
+        info = _take([param], [optimizer], scaler, float(norm), prepare=prepare)
+        assert (bool(info.spiked), bool(info.overflowed)) == (EXPECTED.spiked[step], EXPECTED.skipped[step])
+        assert bool(info.applied) == (param.item() != before) == (not (info.spiked or info.overflowed))
+        assert scaler.get_scale() == EXPECTED.loss_scale_after[step]
+    assert scaler.state_dict()["guard"]["norms"] == len(EXPECTED.skipped) - EXPECTED.skipped.sum()
+    assert scaler.metrics()["spikes"] == EXPECTED.spiked.sum()
+    assert f"refused {EXPECTED.spiked.sum()} spikes" in scaler.diagnose()
+
+
+@pytest.mark.parametrize("order", [2.0, 3.0])
+def test_several_optimizers_clipped_together_have_one_norm(order):
+    """Then a spike skips all of them, and is no overflow, also after two passes."""
+    params, optimizers, scaler = _made("ordinary")
+    prepare = [(scaler.unscale_and_clip_, optimizers, 1.0, order)]
+    for size in [1.0] * 8 + [100.0]:
+        info = _take(params, optimizers, scaler, size, 1.0, prepare=prepare)
+    assert (info.spiked, info.overflowed, scaler.get_scale()) == (True, False, 8.0)
+    assert [info.applied_of(optimizer) for optimizer in optimizers] == [False, False]
+
+
+def test_a_streak_of_spikes_raises_where_the_host_knows():
+    """At the guard's `max_streak`; the error names the norm of its own optimizer, and not the last one."""
+    params, optimizers, scaler = _made("ordinary", guard=SpikeGuard(warmup=4, max_streak=2))
+    for size in [0.5] * 5 + [50.0]:
+        _take(params, optimizers, scaler, size, 1.0)
+    with pytest.raises(OverflowStreakError, match=r"norm of 50.*number 2 in a row"):
+        _take(params, optimizers, scaler, 50.0, 1.0)
+
+
+def test_a_replayed_graph_still_checks():
+    """The state is written in place, so that each replay compares with the norms of those before."""
+    param, optimizer = one(fused=True)
+    scaler = GradScaler("cpu", init_scale=2.0**10, guard=GUARD)
+    scaler.place_on("cpu")
+    param.grad = torch.ones(1)
+
+    def step():
+        scaler.unscale_and_clip_(optimizer, INF)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()  # the guard's state is then on the host
+    with RecordedGraph() as graph:
+        step()
+    scaler.load_state_dict(GradScaler("cpu", init_scale=2.0**10, guard=GUARD).state_dict())
+    applied = []
+    for size in [1.0] * 8 + [50.0, INF, 1.0]:
+        param.grad.fill_(size * scaler.get_scale())
+        before = param.item()
+        graph.replay()
+        applied.append(param.item() != before)
+    assert applied == [True] * 8 + [False, False, True]
+    assert (scaler.state_dict()["guard"]["spikes"], scaler.get_scale()) == (1, 2.0**9)
 
 
 def test_a_checkpoint_is_loaded_as_a_whole():
     """An entry that the guard refuses leaves policy, scale, counters and other hooks as they were."""
-    params, optimizers, _ = _two("ordinary")
-    scaler = GradScaler("cpu", init_scale=8.0, guard=RULE, hooks=[_Count()])
+    params, optimizers, scaler = _made("ordinary", hooks=[Veto()], guard=RULE)
     _take(params, optimizers, scaler, 1.0, 1.0)
     before, policy = scaler.state_dict(), scaler.policy
-    other = {**GradScaler("cpu", init_scale=2.0, growth_interval=7).state_dict(), "count": 5}
+    other = {**GradScaler("cpu", init_scale=2.0, growth_interval=7).state_dict(), "veto": 5}
     with pytest.raises(CheckpointError):
         scaler.load_state_dict({**other, "guard": {"mean": "large"}})
     assert (scaler.state_dict(), scaler.policy) == (before, policy)
 
 
-def test_two_guards_are_saved_by_themselves():
-    """Each continues with its own norms, also in a copy and a pickle."""
-    strict, lax = Guard(RULE), Guard(SpikeGuard(warmup=9))
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1e-3)
-    scaler = GradScaler("cpu", init_scale=8.0, hooks=[strict, lax])
-    for size in (1.0, 1.0, 1e4):
-        _take([param], [optimizer], scaler, size)
-    fresh = GradScaler("cpu", init_scale=8.0, hooks=[Guard(RULE), Guard(SpikeGuard(warmup=9))])
-    fresh.load_state_dict(scaler.state_dict())
-    for other in (fresh, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-        assert other.state_dict() == scaler.state_dict()
-    assert [scaler.state_dict()[name]["norms"] for name in ("guard", "guard_2")] == [3, 2]
+def test_a_guarded_optimizer_loads_as_a_whole():
+    """A refused entry, of the guard or of the optimizer, leaves settings and state as they were."""
+    param, optimizer = one(momentum=0.9)
+    guarded(optimizer, guard=RULE)
+    param.grad = torch.ones(1)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    other = guarded(torch.optim.SGD([param], lr=0.5), guard=RULE).state_dict()
+    for wrong, error in (({"guard": {"mean": 1.0}}, CheckpointError), ({"param_groups": []}, ValueError)):
+        with pytest.raises(error):
+            optimizer.load_state_dict({**other, **wrong})
+        assert str(optimizer.state_dict()) == str(before)
 
 
 def test_a_new_optimizer_has_no_norms_of_a_dead_one():
@@ -166,38 +210,22 @@ def test_a_new_optimizer_has_no_norms_of_a_dead_one():
 
 def test_a_record_that_is_replaced_after_a_step():
     """By torch's factory, as other packages do: the step is then not remembered."""
-    params, optimizers, scaler = _two("ordinary")
-    for param in params:
-        param.grad = torch.full_like(param, 8.0)
+    params, optimizers, scaler = _made("ordinary")
     scaler.scale(torch.ones(()))
-    for optimizer in optimizers:
+    for param, optimizer in zip(params, optimizers, strict=True):
+        param.grad = torch.full_like(param, 8.0)
         scaler.step(optimizer)
     scaler._per_optimizer_states[id(optimizers[0])] = _refresh_per_optimizer_state()
     assert scaler.update().applied
     assert _remembered(scaler) == [(0, 0), (1, 0)]
 
 
-def test_a_guarded_optimizer_loads_as_a_whole():
-    """A refused entry, of the guard or of the optimizer, leaves settings and state as they were."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = guarded(torch.optim.SGD([param], lr=1e-3, momentum=0.9), guard=RULE)
-    param.grad = torch.ones(2)
-    optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
-    other = guarded(torch.optim.SGD([param], lr=0.5), guard=RULE).state_dict()
-    for wrong, error in (({"guard": {"mean": 1.0}}, CheckpointError), ({"param_groups": []}, ValueError)):
-        with pytest.raises(error):
-            optimizer.load_state_dict({**other, **wrong})
-        assert str(optimizer.state_dict()) == str(before)
-
-
 def _missing_on_rank_1(rank, world_size):
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
+    param, optimizer = one()
     scaler = GradScaler("cpu", policy=8.0, process_group=dist.group.WORLD, norm_group=dist.group.WORLD)
     for call in ("unscale_", "clip"):
         scaler.scale(torch.ones(()))
-        param.grad = torch.full((2,), 8.0) if rank == 0 else None
+        param.grad = torch.full((1,), 8.0) if rank == 0 else None
         scaler.unscale_(optimizer) if call == "unscale_" else scaler.unscale_and_clip_(optimizer, 1e3)
         scaler.scale(torch.ones(()))  # of another optimizer
         scaler.step(optimizer)
@@ -209,29 +237,31 @@ def test_a_rank_without_gradients_has_given_none_up():
     _on_ranks(2, _missing_on_rank_1)
 
 
-def _overflow_on_rank_1(rank, world_size, how):
-    param = torch.nn.Parameter(torch.ones(2))
-    group = dist.group.WORLD
+def _refused_by_one_rank(rank, world_size, how):
+    veto, group, (param, optimizer) = Veto(), dist.group.WORLD, one(how == "fused", lr=1e-3)
     if how == "guarded":
-        optimizer = guarded(torch.optim.SGD([param], lr=1e-3), guard=RULE, process_group=group)
+        guarded(optimizer, guard=RULE, process_group=group)
     else:
-        optimizer = torch.optim.SGD([param], lr=1e-3, fused=how == "fused")
-        scaler = GradScaler("cpu", init_scale=8.0, process_group=group, guard=RULE)
-    # The ranks have different norms, as where an optimizer reduces the gradients itself.
-    for size in (1.0, 1.0, 3.0, 1e4, 1.0):
-        param.grad = torch.full((2,), size * (rank + 1) if size != 3.0 or rank == 0 else INF)
+        scaler = GradScaler("cpu", init_scale=8.0, process_group=group, hooks=[veto], guard=RULE)
+    for bad in (None, None, "overflow", "spike", "veto", None):
+        # The ranks have different norms, as where an optimizer reduces the gradients itself.
+        size, before = {"spike": 1e4, "overflow": (1.0, INF)[rank]}.get(bad, 1.0), param.item()
+        veto.value = float(bad == "veto" and rank == 1)
         if how == "guarded":
+            param.grad = torch.full((1,), size * (rank + 1))
             optimizer.step()
-            continue
-        scaler.scale(torch.ones(()))
-        scaler.step(optimizer)
-        scaler.update()
-    state = optimizer.state_dict()["guard"] if how == "guarded" else scaler.state_dict()["guard"]
+            info, refuses = optimizer.last_step, bad in ("overflow", "spike")
+        else:
+            info, refuses = _take([param], [optimizer], scaler, size * (rank + 1)), bad is not None
+        assert (bool(info.applied), param.item() == before) == (not refuses, refuses)
+        assert (bool(info.spiked), bool(info.overflowed)) == (bad == "spike", bad == "overflow")
+    state = (optimizer if how == "guarded" else scaler).state_dict()["guard"]
     theirs = [None] * world_size
     dist.all_gather_object(theirs, state)
     assert theirs[0] == theirs[1]
-    assert (state["norms"], state["spikes"]) == (4, 1)
+    assert (state["norms"], state["spikes"]) == (5 if how == "guarded" else 4, 1)
     if how != "guarded":
+        assert scaler.get_scale() == 4.0
         scaler.check_sync()
         if rank == 1:
             scaler.load_state_dict({**scaler.state_dict(), "guard": {**state, "spikes": 0}})
@@ -240,6 +270,9 @@ def _overflow_on_rank_1(rank, world_size, how):
 
 
 @pytest.mark.parametrize("how", ["ordinary", "fused", "guarded"])
-def test_the_guards_of_ranks_stay_the_same(how):
-    """Each sees the largest norm, and none remembers a step that another's overflow has refused."""
-    _on_ranks(2, partial(_overflow_on_rank_1, how=how))
+def test_ranks_refuse_and_remember_together(how):
+    """A veto, a spike or an overflow of one rank skips on all, each as what it is: a veto leaves the loss scale.
+
+    Each guard sees the largest norm, and none remembers a step that another's overflow or veto has refused.
+    """
+    _on_ranks(2, partial(_refused_by_one_rank, how=how))

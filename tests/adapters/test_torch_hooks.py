@@ -1,77 +1,40 @@
-"""What hangs on a step: hooks of one's own, and those that `guard=`, `protect=` and `process_group=` append."""
+"""What hangs on a step: hooks of one's own, and what `protect=` appends; `test_torch_guard.py` is about `guard=`."""
 
 import copy
 import gc
 import math
 import pickle
 import weakref
-from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lossscale_core import FixedScaling, NoScaling, SpikeGuard
-from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import GradScaler
-from lossscale_torch.hooks import Hook
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.test_torch_distributed import _on_ranks
-from tests.adapters.torch_steps import COPIES, EITHER_KIND, INF, Loop, copies, one, same, two
-from tests.core.guarded_run import EXPECTED, GUARD, NORMS, POLICY
+from tests.adapters.torch_steps import COPIES, EITHER_KIND, INF, Loop, Veto, copies, one, same, two
 
 
-def _steps(scaler, params, optimizers, *sizes, prepare=()):
+def _steps(scaler, params, optimizers, *sizes):
     """Take a step of each optimizer with gradients of these sizes."""
     for optimizer in optimizers:
         optimizer.zero_grad()
     scaler.scale(sum((param * size).sum() for param, size in zip(params, sizes, strict=True))).backward()
-    for call, *args in [*prepare, *((scaler.step, each) for each in optimizers)]:
-        call(*args)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
     return scaler.update()
 
 
 # -- hooks of one's own ------------------------------------------------------------------------------------------------
 
 
-class _Veto(Hook):
-    """Vetoes on demand, counts the steps that it saw, and notes its calls."""
-
-    def __init__(self, name="veto", calls=None):
-        self.name, self.is_on, self.steps = name, False, 0
-        self.calls = [] if calls is None else calls
-
-    def before_step(self, scaler, optimizer, record):
-        """Raise the flag if asked for."""
-        record["found_inf_per_device"][self.name] = torch.tensor(float(self.is_on))
-        self.calls.append((self.name, "before", id(optimizer)))
-
-    def after_step(self, scaler, optimizer, record):
-        """Note the call."""
-        self.calls.append((self.name, "after", id(optimizer)))
-
-    def after_update(self, scaler, info):
-        """Count the step."""
-        self.steps += 1
-        self.calls.append((self.name, "update", bool(info.applied)))
-
-    def state_dict(self):
-        """Save the count."""
-        return {self.name: self.steps}
-
-    def load_state_dict(self, state_dict):
-        """Restore the count, if there is one."""
-        self.steps = state_dict.get(self.name, 0)
-
-
 def test_hooks_are_called_in_their_order():
     """Those of `hooks=` first to last at each of three points; the last is once, at the update that ends the step."""
     calls = []
     params, optimizers = two()
-    scaler = GradScaler("cpu", hooks=[_Veto("a", calls), _Veto("b", calls)], updates_per_step=2)
+    scaler = GradScaler("cpu", hooks=[Veto("a", calls), Veto("b", calls)], updates_per_step=2)
     scaler.scale(sum(param.sum() for param in params)).backward()
     for optimizer in optimizers:
         scaler.step(optimizer)
@@ -82,9 +45,9 @@ def test_hooks_are_called_in_their_order():
 
 def test_an_entry_of_a_hook_is_saved_and_restored():
     """Beside the scaler's own, under a name of the hook's; a checkpoint without it loads, too."""
-    scaler = GradScaler("cpu", hooks=[_Veto("mine")])
+    scaler = GradScaler("cpu", hooks=[Veto("mine")])
     _steps(scaler, *two(), 1.0, 1.0)
-    resumed = GradScaler("cpu", hooks=[_Veto("mine")])
+    resumed = GradScaler("cpu", hooks=[Veto("mine")])
     resumed.load_state_dict(scaler.state_dict())
     assert resumed.state_dict() == scaler.state_dict()
     assert resumed.state_dict()["mine"] == 1
@@ -95,14 +58,14 @@ def test_an_entry_of_a_hook_is_saved_and_restored():
 @COPIES
 def test_a_copy_has_hooks_and_a_guard_of_its_own(copied):
     """They begin in the same state, and go on alone, with no memory in common."""
-    veto = _Veto()
+    veto = Veto()
     params, optimizers = two()
     scaler = GradScaler("cpu", hooks=[veto], guard=SpikeGuard())
     for size in (1.0, 2.0):
         _steps(scaler, params, optimizers, size, 1.0)
     other, before = copied(scaler), scaler.state_dict()
     assert other.state_dict() == before
-    veto.is_on = True
+    veto.value = 1.0
     assert _steps(other, params, optimizers, 3.0, 1.0).applied
     assert other.state_dict()["guard"] != before["guard"]
     assert scaler.state_dict() == before
@@ -123,138 +86,6 @@ def test_a_new_scaler_beside_an_optimizer_that_has_stepped():
     scaler = GradScaler("cpu")
     for optimizer in (new, old):
         assert _steps(scaler, [param], [optimizer], 1.0).applied
-
-
-# -- Guard -------------------------------------------------------------------------------------------------------------
-
-
-class _Reimplemented(GradScaler):
-    """A subclass with torch's own lines in the place of ours."""
-
-    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
-        if not sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):
-            return optimizer.step(*args, **kwargs)
-        return None
-
-
-@EITHER_KIND
-def test_a_subclass_that_steps_by_itself_is_guarded_too(fused):
-    """A spike is a flag among the others; the norms that are checked, each once, are those before torch's clip."""
-    params, optimizers = two(fused)
-    scaler = _Reimplemented("cpu", policy=POLICY, guard=GUARD)
-    clip = partial(torch.nn.utils.clip_grad_norm_, params[:1], 0.1)
-    for step, norm in enumerate(NORMS):
-        before = params[0].tolist()
-        prepare = [(scaler.unscale_, optimizers[0]), (clip,)]
-        info = _steps(scaler, params[:1], optimizers[:1], float(norm), prepare=prepare)
-        assert (bool(info.spiked), bool(info.overflowed)) == (EXPECTED.spiked[step], EXPECTED.skipped[step])
-        assert bool(info.applied) == (params[0].tolist() != before) == (not (info.spiked or info.overflowed))
-        assert scaler.get_scale() == EXPECTED.loss_scale_after[step]
-    assert scaler.state_dict()["guard"]["norms"] == len(EXPECTED.skipped) - EXPECTED.skipped.sum()
-    assert scaler.metrics()["spikes"] == EXPECTED.spiked.sum()
-    assert f"refused {EXPECTED.spiked.sum()} spikes" in scaler.diagnose()
-
-
-@EITHER_KIND
-def test_each_optimizer_has_norms_of_its_own(fused):
-    """A large norm of one is no spike of another, also after a restart; a spike skips one optimizer."""
-    params, optimizers = two(fused)
-    scaler = GradScaler("cpu", init_scale=2.0**4, guard=GUARD)
-    for step in range(12):
-        if step == 6:
-            saved, scaler = scaler.state_dict(), GradScaler("cpu", guard=GUARD)
-            scaler.load_state_dict(saved)
-        sizes = (0.5, 2500.0 if step == 8 else 50.0)
-        prepare = [(scaler.unscale_, each) for each in optimizers] if step % 2 else []
-        info = _steps(scaler, params, optimizers, *sizes, prepare=prepare)
-        assert bool(info.spiked) == (step == 8)
-        assert [bool(info.applied_of(each)) for each in optimizers] == [True, step != 8]
-    first, second = scaler.state_dict()["guard"]
-    assert (first["mean"], first["spikes"]) == (pytest.approx(0.5), 0)
-    assert (second["spikes"], second["norms"]) == (1, 12.0)
-    assert second["mean"] > 50.0
-
-
-@pytest.mark.parametrize("order", [2.0, 3.0])
-def test_several_optimizers_clipped_together_have_one_norm(order):
-    """Then a spike skips all of them, and is no overflow, also after two passes."""
-    params, optimizers = two()
-    scaler = GradScaler("cpu", guard=GUARD)
-    for size in [1.0] * 8 + [100.0]:
-        info = _steps(
-            scaler, params, optimizers, size, 1.0, prepare=[(scaler.unscale_and_clip_, optimizers, 1.0, order)]
-        )
-    assert (info.spiked, info.overflowed, scaler.get_scale()) == (True, False, 2.0**16)
-    assert [info.applied_of(optimizer) for optimizer in optimizers] == [False, False]
-
-
-def test_a_streak_of_spikes_raises_where_the_host_knows():
-    """At the guard's `max_streak`; the error names the norm of its own optimizer, and not the last one."""
-    params, optimizers = two()
-    scaler = GradScaler("cpu", guard=SpikeGuard(warmup=4, max_streak=2))
-    for size in [0.5] * 5 + [50.0]:
-        _steps(scaler, params, optimizers, size, 1.0)
-    with pytest.raises(OverflowStreakError, match=r"norm of 50.*number 2 in a row"):
-        _steps(scaler, params, optimizers, 50.0, 1.0)
-
-
-def test_without_scaling_the_guard_decides_alone():
-    """As for bfloat16: `policy="none"` still skips spikes and overflows."""
-    params, optimizers = two()
-    scaler = GradScaler("cpu", policy="none", guard=GUARD)
-    applied = [_steps(scaler, params, optimizers, size, 1.0).applied for size in [1.0] * 6 + [INF, 1.0, 50.0, 1.0]]
-    assert applied == [True] * 6 + [False, True, False, True]
-    assert scaler.get_scale() == 1.0
-
-
-def test_a_replayed_graph_still_checks():
-    """The state is written in place, so that each replay compares with the norms of those before."""
-    params, optimizers = two(fused=True)
-    scaler = GradScaler("cpu", init_scale=2.0**10, guard=GUARD)
-    scaler.place_on("cpu")
-    params[0].grad = torch.ones(1)
-
-    def step():
-        scaler.unscale_and_clip_(optimizers[0], INF)
-        scaler.step(optimizers[0])
-        scaler.update()
-
-    step()  # the guard's state is then on the host
-    with RecordedGraph() as graph:
-        step()
-    scaler.load_state_dict(GradScaler("cpu", init_scale=2.0**10, guard=GUARD).state_dict())
-    applied = []
-    for size in [1.0] * 8 + [50.0, INF, 1.0]:
-        params[0].grad.fill_(size * scaler.get_scale())
-        before = params[0].tolist()
-        graph.replay()
-        applied.append(params[0].tolist() != before)
-    assert applied == [True] * 8 + [False, False, True]
-    assert scaler.state_dict()["guard"]["spikes"] == 1
-    assert scaler.get_scale() == 2.0**9
-
-
-# -- SameOnRanks -------------------------------------------------------------------------------------------------------
-
-
-def _veto_on_one_rank(rank, world_size, fused):
-    """Step with a veto, a spike and an overflow that one rank alone can see; all ranks skip these steps."""
-    veto = _Veto()
-    param, optimizer = one(fused)
-    scaler = GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD, hooks=[veto], guard=GUARD)
-    for step in range(10):
-        veto.is_on = step == 7 and rank == 1
-        size = {8: 50.0, 9: INF}.get(step, 1.0) if rank == 1 else 1.0
-        info = _steps(scaler, [param], [optimizer], size)
-        assert (bool(info.spiked), bool(info.overflowed)) == (step == 8, step == 9)
-        assert bool(info.applied) == (step < 7)
-    assert (param[0].item(), scaler.get_scale()) == (-6.0, 4.0)
-
-
-@EITHER_KIND
-def test_one_ranks_veto_spike_or_overflow_skips_on_all(fused):
-    """Each as what it is, so that a veto and a spike leave the loss scale."""
-    _on_ranks(2, partial(_veto_on_one_rank, fused=fused))
 
 
 # -- Protect -----------------------------------------------------------------------------------------------------------
@@ -324,10 +155,10 @@ def test_buffers_that_cannot_be_written_stay():
 def test_every_skip_counts_and_a_disabled_scaler_protects_nothing():
     """Without scaling, by the user, and by a veto."""
     _require_skipped(Loop(protects=True, policy=NoScaling()))
-    veto = _Veto()
+    veto = Veto()
     for leaves_out in (True, False):
         loop = Loop(protects=True, hooks=[veto])
-        before, veto.is_on = loop.buffers(), not leaves_out
+        before, veto.value = loop.buffers(), float(not leaves_out)
         loop.backward()
         (loop.scaler.skip if leaves_out else loop.scaler.step)(loop.optimizer)
         assert not loop.scaler.update().applied

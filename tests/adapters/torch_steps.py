@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lossscale_torch import GradScaler
+from lossscale_torch.hooks import Hook
 
 INF = float("inf")
 EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
@@ -42,6 +43,36 @@ def same(first, second):
 def copies(tensors):
     """Return copies of tensors."""
     return [each.detach().clone() for each in tensors]
+
+
+class Veto(Hook):
+    """Vetoes by its value, counts the steps that it saw, and notes its calls."""
+
+    def __init__(self, name="veto", calls=None, value=0.0):
+        self.name, self.value, self.steps = name, value, 0
+        self.calls = [] if calls is None else calls
+
+    def before_step(self, scaler, optimizer, record):
+        """Set the flag."""
+        record["found_inf_per_device"][self.name] = self.value
+        self.calls.append((self.name, "before", id(optimizer)))
+
+    def after_step(self, scaler, optimizer, record):
+        """Note the call."""
+        self.calls.append((self.name, "after", id(optimizer)))
+
+    def after_update(self, scaler, info):
+        """Count the step."""
+        self.steps += 1
+        self.calls.append((self.name, "update", bool(info.applied)))
+
+    def state_dict(self):
+        """Save the count."""
+        return {self.name: self.steps}
+
+    def load_state_dict(self, state_dict):
+        """Restore the count, if there is one."""
+        self.steps = state_dict.get(self.name, 0)
 
 
 class Loop:
