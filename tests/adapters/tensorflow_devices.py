@@ -1,7 +1,9 @@
 """Two devices on one CPU for TensorFlow, made before any other module uses it: import this first.
 
-And the ways to run a step.
+And the ways to run a step, in which what AutoGraph cannot convert is an error.
 """
+
+import logging
 
 import pytest
 import tensorflow as tf
@@ -12,6 +14,17 @@ tf.config.set_logical_device_configuration(
 
 STRATEGY = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 """One for all tests: TensorFlow keeps the shapes of a process's collectives, and a second strategy would reuse them."""
+
+
+class _RefusesWarnings(logging.Handler):
+    """Raises where AutoGraph warns of a function, which it does once in a process, at any test."""
+
+    def emit(self, record):
+        """Raise."""
+        assert "AutoGraph" not in record.getMessage(), record.getMessage()
+
+
+tf.get_logger().addHandler(_RefusesWarnings())
 
 
 def eager(function):
