@@ -186,7 +186,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _take(self, grads: list[Any], variables: list[Any], loss_scale: Any, is_summed: bool = False) -> None:
         """Take a step with gradients of a loss times `loss_scale`, if it is not None, or skip it."""
-        _require_pairs(grads, variables)
+        self._require_pairs(grads, variables)
         replicas.require_replica()
         is_eager = not is_traced(grads)
         if not is_eager and BACKEND == "jax":
@@ -213,6 +213,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         replicas.together(step, replicas.agreed(checked), update, grads)
         if is_eager and not on_host and self._has_limits():
             self.check_overflow_streak()
+
+    @staticmethod
+    def _require_pairs(grads: list[Any], variables: list[Any]) -> None:
+        if len(grads) != len(variables):
+            raise ValueError(
+                f"{len(grads)} gradients came for {len(variables)} variables; pass one gradient or None for each, and "
+                "call optimizer.build(model.trainable_variables) first, or compile the model again with a new optimizer"
+            )
 
     # What the optimizers of tf_keras do in another way; `lossscale_tf` replaces these methods.
     @staticmethod
@@ -250,7 +258,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if not self.built:
             raise ValueError("the optimizer has no variables yet; call optimizer.build(model.trainable_variables)")
-        _require_pairs(grads, self._trainable_variables)
+        self._require_pairs(grads, self._trainable_variables)
         if not self._losses.were_scaled():
             self._warn_of_unscaled_loss()
         cond = ops.cond if is_traced([*grads, *optimizer_variables]) else _cond
@@ -499,14 +507,6 @@ def _cond(flag: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     Eagerly, `ops.cond` would make JAX compile both functions at every step, and `torch.compile` start over.
     """
     return yes() if bool(flag) else no()
-
-
-def _require_pairs(grads: list[Any], variables: list[Any]) -> None:
-    if len(grads) != len(variables):
-        raise ValueError(
-            f"{len(grads)} gradients came for {len(variables)} variables; pass one gradient or None for each, and call "
-            "optimizer.build(model.trainable_variables) first, or compile the model again with a new optimizer"
-        )
 
 
 def _for_every_backend(config: Any) -> Any:

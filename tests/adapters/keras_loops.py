@@ -2,8 +2,18 @@
 
 import keras
 import numpy as np
+import pytest
+
+from lossscale_keras import LossScaleOptimizer
 
 BACKEND = keras.backend.backend()
+WRAPPERS = [LossScaleOptimizer]
+if BACKEND == "tensorflow":
+    from lossscale_tf import LossScaleOptimizer as LossScaleOptimizerOfTensorFlow
+
+    WRAPPERS.append(LossScaleOptimizerOfTensorFlow)
+EACH_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
+"""That of `lossscale_keras` and, on TensorFlow, that of `lossscale_tf`, which is built on it."""
 
 
 def apply(optimizer, variables, grads):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling
 from lossscale_core.errors import CallOrderError
-from lossscale_keras import LossScaleOptimizer
-from tests.adapters.keras_loops import BACKEND, value_of
+from tests.adapters.keras_loops import BACKEND, EACH_WRAPPER, LossScaleOptimizer, value_of
 from tests.sweeping import few_examples
 
 GROWS = DynamicScaling(init_scale=8.0, growth_interval=1)
@@ -22,9 +21,9 @@ pytestmark = pytest.mark.filterwarnings("error:scale_loss")  # right loops are s
 class Two:
     """An optimizer around two weights at zero, and eager calls."""
 
-    def __init__(self):
+    def __init__(self, wrapper=LossScaleOptimizer):
         self.weights = [keras.Variable(0.0), keras.Variable(0.0)]
-        self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
+        self.optimizer = wrapper(keras.optimizers.SGD(1.0), GROWS)
         self.optimizer.build(self.weights)
 
     def scaled(self, gradient):
@@ -67,9 +66,10 @@ def test_any_order_of_calls(program):
     two.went(*right)
 
 
-def test_two_losses_and_halves_of_one():
+@EACH_WRAPPER
+def test_two_losses_and_halves_of_one(wrapper):
     """Both are scaled before the first is applied; so are the halves of one loss, after which the scale has grown."""
-    two = Two()
+    two = Two(wrapper)
     for _ in range(2):
         first, second = two.scaled(3.0)[0], two.scaled(5.0)[0]
         two.apply(first, 0)
@@ -80,9 +80,10 @@ def test_two_losses_and_halves_of_one():
     two.went(10.0, 14.0)
 
 
-def test_a_step_that_fails_leaves_the_loss_as_it_was():
+@EACH_WRAPPER
+def test_a_step_that_fails_leaves_the_loss_as_it_was(wrapper):
     """Its gradients are applied later; the refused ones are as if they had not come."""
-    two = Two()
+    two = Two(wrapper)
     grads, _ = two.scaled(3.0)
     with pytest.raises(ValueError, match="2 gradients came for 1 variables"):
         two.optimizer.apply(grads * 2, two.weights[:1])
@@ -91,9 +92,10 @@ def test_a_step_that_fails_leaves_the_loss_as_it_was():
     two.went(3.0)
 
 
-def test_a_loss_by_name_is_one_that_was_scaled_and_is_scaled_once():
+@EACH_WRAPPER
+def test_a_loss_by_name_is_one_that_was_scaled_and_is_scaled_once(wrapper):
     """By this optimizer."""
-    two, other = Two(), Two()
+    two, other = Two(wrapper), Two(wrapper)
     grads, loss = two.scaled(3.0)
     for wrong in (keras.ops.ones(()), other.scaled(3.0)[1], []):
         with pytest.raises(ValueError, match="was not scaled by this optimizer; pass what scale_loss"):

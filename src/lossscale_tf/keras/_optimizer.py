@@ -287,11 +287,13 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             loss: The scaled loss itself, if another loss was scaled after it.
 
         Raises:
-            ValueError: `loss` was not scaled by this optimizer.
+            ValueError: `loss` was not scaled by this optimizer, or there are more or fewer gradients than variables.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        grads = list(grads)
+        self._require_pairs(grads, variables)
         named = None if loss is None else self._named(loss)
-        self._apply(list(grads), variables, is_summed=False, takes_scaled=True, named=named)
+        self._apply(grads, variables, is_summed=False, takes_scaled=True, named=named)
 
     def get_updates(self, loss: Any, params: Any) -> list[Any]:
         """Take a whole step, like the method of this name in legacy optimizers of tf_keras.
