@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -15,15 +16,14 @@ from lossscale_core import FixedScaling
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _on_ranks
-from tests.adapters.torch_steps import COPIES, one
-from tests.torch_versions import FSDP2
+from tests.adapters.torch_steps import COPIES, one, same
+from tests.torch_versions import HAS_FSDP2_ON_CPU
 
 pytestmark = [  # Dynamo's own
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
-AT_EACH_SCALE = pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**16])
 SHAPES = {"()": lambda each: each.sum(), "(tokens,)": lambda each: each.sum(-1), "(tokens, experts)": lambda each: each}
 
 
@@ -75,40 +75,28 @@ def _added(shape="()", micro_batches=1):
     return _gradients(model, scaler)
 
 
-def _require_same(found, expected):
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+CHECKPOINTS = {"plain": None, "checkpoint": False, "reentrant checkpoint": True}
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**16, None])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_gradients_are_those_of_the_sum(loss_scale, shape, micro_batches):
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_gradients_are_those_of_the_sum(loss_scale, shape, micro_batches, how):
     """Two attached losses of any shape, weighted by the user as the main loss; the first `attach` places the scale.
 
-    A disabled scaler adds the loss as it is.
+    A disabled scaler adds the loss as it is. The forward pass of a checkpoint runs twice, and the loss counts once.
     """
     scaler = _scaler(loss_scale) if loss_scale else GradScaler("cpu", enabled=False)
     model = _model(lambda x, aux_loss: scaler.attach(x, aux_loss / micro_batches), shape)
+    for layer in model if how != "plain" else ():
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=CHECKPOINTS[how])
     for part in _batch().chunk(micro_batches):
-        scaler.scale(_loss(model, part) / micro_batches).backward()
-    _require_same(_gradients(model, scaler), _added(shape, micro_batches))
+        scaler.scale(_loss(model, part.requires_grad_()) / micro_batches).backward()
+    assert same(_gradients(model, scaler), _added(shape, micro_batches))
 
 
-@AT_EACH_SCALE
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_counts_it_once(loss_scale, use_reentrant):
-    """The forward pass runs twice, and the attached loss counts once, without a warning."""
-    scaler = _scaler(loss_scale)
-    model = _model(scaler.attach)
-
-    for layer in model:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=use_reentrant)
-    scaler.scale(_loss(model, _batch().requires_grad_())).backward()
-    _require_same(_gradients(model, scaler), _added())
-    scaler.update()
-
-
-@AT_EACH_SCALE
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**16])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("is_placed", [True, False])
 def test_compiled(loss_scale, backend, is_placed):
@@ -124,7 +112,7 @@ def test_compiled(loss_scale, backend, is_placed):
             scaler.update(scale) if scale != 4.0 else None
             model.zero_grad()
             scaler.scale(_loss(model, _batch())).backward()
-            _require_same([param.grad * (1.0 / scale) for param in model.parameters()], _added())
+            assert same([param.grad * (1.0 / scale) for param in model.parameters()], _added())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -139,7 +127,7 @@ def test_autocast(dtype, loss_scale):
             loss = _loss(model, _batch())
         scaler.scale(loss).backward()
         found.append(_gradients(model, scaler))
-    _require_same(*found)
+    assert same(*found)
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**15])
@@ -195,43 +183,34 @@ def test_gradients_that_are_not_finite_skip_the_step(aux_loss):
     assert (weight.item(), scaler.get_scale()) == (1.0, 2.0**15)
 
 
-def _train_on_ranks(rank, world_size, kind):
-    """Compare the gradients of a wrapped model with those of the sum."""
-    found = []
-    for is_attached in (True, False):
-        scaler = _scaler(256.0)
-        model = _model(scaler.attach if is_attached else None)
-        if kind == "ddp":
-            model = DistributedDataParallel(model)
-        else:
-            for layer in [*model, model]:
-                fully_shard(layer)
-        scaler.scale(_loss(model, _batch(rank))).backward()
-        found.append([grad.full_tensor() if kind == "fsdp2" else grad for grad in _gradients(model, scaler)])
-    _require_same(*found)
-
-
-@pytest.mark.parametrize("kind", ["ddp", FSDP2])
-def test_on_ranks(kind):
-    """DDP and FSDP2 average the gradients of attached losses as those of the main loss."""
-    _on_ranks(2, functools.partial(_train_on_ranks, kind=kind))
-
-
-def _shard_the_loss(rank, world_size):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
+def _on_two_ranks(rank, world_size):
+    for kind in ("ddp", "fsdp2") if HAS_FSDP2_ON_CPU else ("ddp",):
+        found = []
+        for is_attached in (True, False):
+            scaler = _scaler(256.0)
+            model = _model(scaler.attach if is_attached else None)
+            if kind == "ddp":
+                model = DistributedDataParallel(model)
+            else:
+                for layer in [*model, model]:
+                    fully_shard(layer)
+            scaler.scale(_loss(model, _batch(rank))).backward()
+            found.append([grad.full_tensor() if kind == "fsdp2" else grad for grad in _gradients(model, scaler)])
+        assert same(*found)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    scaler = _scaler(256.0)
     weight = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
     for x in (torch.ones(2, requires_grad=True), distribute_tensor(torch.ones(2), mesh, [Shard(0)]).requires_grad_()):
-        weight.grad = None
+        weight.grad, scaler = None, _scaler(256.0)
         scaler.scale(scaler.attach(x, weight * weight).sum()).backward()
         assert torch.equal(weight.grad.full_tensor(), torch.arange(4.0) * 512.0)
 
 
-def test_a_loss_on_a_device_mesh():
-    """A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does; the activation may be one, too."""
-    _on_ranks(2, _shard_the_loss)
+def test_on_ranks():
+    """DDP and FSDP2 average the gradients of attached losses as those of the main loss.
+
+    A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does; the activation may be one, too.
+    """
+    _on_ranks(2, _on_two_ranks)
 
 
 # What cannot hold

@@ -102,19 +102,28 @@ def test_the_bits_are_those_of_a_run_that_began_at_the_scale_that_was_found(fuse
 # -- ways out of a loop ------------------------------------------------------------------------------------------------
 
 
+ENDS = {
+    "used up": (3, pytest.warns(UserWarning, match="in 4 tries, at the loss scales 512, 256, 128, 64;")),
+    "at the smallest scale": (20, pytest.raises(RetriesExhaustedError, match=r"in 5 tries, at the loss scales .* 32;")),
+    "break": (3, contextlib.nullcontext()),
+    "error": (3, pytest.raises(KeyError)),
+}
+
+
 @EITHER_KIND
-@pytest.mark.parametrize("how", ["used up", "break", "error"])
+@pytest.mark.parametrize("how", ENDS)
 def test_a_gradient_that_overflows_at_every_scale_costs_one_backoff(how, fused):
-    """State and buffers are then those after one skipped step; a warning at the loop names the scales."""
-    loop, plain = (Loop(fused, init_scale=512.0) for _ in range(2))
+    """State and buffers are then those after one skipped step; a warning at the loop, or an error, names the scales.
+
+    No try is taken again at the smallest scale, where it would overflow as before.
+    """
+    loop, plain = (Loop(fused, policy=DynamicScaling(init_scale=512.0, min_scale=32.0)) for _ in range(2))
     for is_bad in (False, True, False):
         plain.step(is_bad)
     loop.retry()
-    before = loop.buffers()
-    text = "overflowed in 4 tries, at the loss scales 512, 256, 128, 64;"
-    expected = {"used up": pytest.warns(UserWarning, match=text), "error": pytest.raises(KeyError)}
-    with expected.get(how, contextlib.nullcontext()) as caught:
-        for attempt in loop.scaler.attempts(loop.model, retries=3):
+    before, (retries, expected) = loop.buffers(), ENDS[how]
+    with expected as caught:
+        for attempt in loop.scaler.attempts(loop.model, retries=retries, raise_at_end=retries == 20):
             loop.step(is_bad=True)
             if attempt.number == 2 and how == "error":
                 raise KeyError
@@ -127,22 +136,7 @@ def test_a_gradient_that_overflows_at_every_scale_costs_one_backoff(how, fused):
 
 
 @EITHER_KIND
-@pytest.mark.parametrize(
-    ("retries", "text"), [(1, "in 2 tries, at the loss scales 4, 2;"), (20, "in 3 tries, at the loss scales 4, 2, 1;")]
-)
-def test_used_up_retries_may_be_an_error(retries, text, fused):
-    """No try is taken again at the smallest scale, where it would overflow as before."""
-    loop = Loop(fused, policy=DynamicScaling(init_scale=4.0, min_scale=1.0))
-    with pytest.raises(RetriesExhaustedError, match=text):
-        loop.retry(INF, retries=retries, raise_at_end=True)
-    assert loop.scaler.get_scale() == 2.0
-
-
-WAYS_OUT = ("break", "error", "no update", "skip", "skip before a loss")
-
-
-@EITHER_KIND
-@pytest.mark.parametrize("how", WAYS_OUT)
+@pytest.mark.parametrize("how", ["break", "error", "no update", "skip", "skip before a loss"])
 def test_a_body_without_a_step_leaves_nothing(how, fused):
     """It runs once; buffers come back, no record is left, and random states stay, so that new numbers follow."""
     loop = Loop(fused)
@@ -213,7 +207,7 @@ def test_a_loop_that_is_held_hides_no_later_step():
         any(loop.step(is_bad=True).applied for _ in range(4))
 
 
-ENDS = {
+NOT_TAKEN_AGAIN = {
     "spike": ({"guard": SpikeGuard(threshold=2.0, warmup=1)}, 1e3),
     "fixed": ({"policy": FixedScaling(4.0)}, 1e38),
     "NaN": ({}, math.nan),
@@ -222,7 +216,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "factor"), ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(("settings", "factor"), NOT_TAKEN_AGAIN.values(), ids=NOT_TAKEN_AGAIN)
 def test_a_step_that_no_lower_scale_saves_is_not_taken_again(settings, factor):
     """A spike, an overflow under a policy that does not adapt, a loss that is not finite, a scaler that is disabled."""
     loop = Loop(**settings)
@@ -332,52 +326,37 @@ def test_the_diagnosis_after_a_loop_that_gave_up_one_of_two_optimizers():
     assert "3 of 3 steps skipped" in scaler.diagnose()
 
 
-def test_a_lazy_module():
-    """Its buffers are made by the first try, and put back from the next step on."""
-    model = nn.Sequential(nn.Linear(2, 4), nn.LazyBatchNorm1d())
-    scaler = GradScaler("cpu")
-    for tries in (1, 3):
-        for attempt in scaler.attempts(model):
-            scaler.scale(model(torch.randn(4, 2)).sum()).backward()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            if attempt.number < tries - 1:
-                model[0].weight.grad.fill_(INF)
-            scaler.step(optimizer)
-            scaler.update()
-    assert model[1].num_batches_tracked.item() == 2
+ODD_BUFFERS = {
+    "in no dict": lambda: torch.jit.script(nn.BatchNorm1d(4)),
+    "resized in place": Observer,
+    "made by the first try": nn.LazyBatchNorm1d,
+}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_a_scripted_module():
-    """Its buffers are put back before each further try, though they are in no dict."""
-    model = nn.Sequential(nn.Linear(2, 4), torch.jit.script(nn.BatchNorm1d(4)))
-    scaler, optimizer = GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+@pytest.mark.parametrize("make", ODD_BUFFERS.values(), ids=ODD_BUFFERS)
+def test_odd_buffers(make):
+    """They are put back before each further try."""
+    model, found = nn.Sequential(nn.Linear(2, 4), make()), []
+    read = (lambda: len(model[1].largest)) if make is Observer else (lambda: 4 * model[1].num_batches_tracked.item())
+    scaler = GradScaler("cpu")
     for attempt in scaler.attempts(model):
-        optimizer.zero_grad()
+        found.append(read())
         scaler.scale(model(torch.randn(4, 2)).sum()).backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if attempt.number < 2:
             model[0].weight.grad.fill_(INF)
         scaler.step(optimizer)
         scaler.update()
-    assert model[1].num_batches_tracked.item() == 1
+    assert [*found, read()] == [0, 0, 0, 4]
 
 
-@pytest.mark.parametrize("way", ["attempts", "protect"])
-def test_buffers_that_are_resized_in_place(way):
-    """They are empty before the first batch, and empty again if its step is skipped."""
-    model = nn.Sequential(nn.Linear(2, 4), Observer())
-    scaler = GradScaler("cpu", protect=model if way == "protect" else ())
-    optimizer, lengths = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for attempt in scaler.attempts(*([model] if way == "attempts" else [])):
-        lengths.append(len(model[1].largest))
-        optimizer.zero_grad()
-        scaler.scale(model(torch.randn(4, 2)).sum()).backward()
-        if attempt.number < 2:
-            model[0].weight.grad.fill_(INF)
-        scaler.step(optimizer)
-        scaler.update()
-    assert lengths == [0, 0, 0]
-    assert len(model[1].largest) == 4
+def test_a_buffer_that_is_resized_in_place_is_protected():
+    """It is empty before the first batch, and empty again if its step is skipped."""
+    loop = Loop(protects=True, model=nn.Sequential(nn.Linear(4, 4), Observer()))
+    for is_bad, length in ((True, 0), (False, 4)):
+        loop.step(is_bad=is_bad)
+        assert len(loop.model[1].largest) == length
 
 
 def test_a_resized_buffer_after_a_step_that_the_host_does_not_know():
