@@ -10,10 +10,7 @@ import numpy as np
 
 from lossscale_core import _tree as tree
 from lossscale_core._messages import require_flag
-from lossscale_core._state import Array, ScaleState, loss_scale_of
-
-Namespace: TypeAlias = Any
-"""A module or object with the functions of the array API."""
+from lossscale_core._state import Array, Namespace, ScaleState, loss_scale_of
 
 TreeT = TypeVar("TreeT")
 """A nested structure of arrays, which comes back with the same containers."""

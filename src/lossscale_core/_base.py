@@ -3,8 +3,7 @@
 from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
 
 from lossscale_core import _settings
-from lossscale_core._arrays import Namespace
-from lossscale_core._state import Array, ScaleState, StateT
+from lossscale_core._state import Array, Namespace, ScaleState, StateT
 from lossscale_core.errors import PolicyError
 
 

@@ -11,10 +11,10 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from lossscale_core._arrays import HOST, Namespace, namespace
+from lossscale_core._arrays import HOST, namespace
 from lossscale_core._messages import shown
 from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule, explain_arguments
-from lossscale_core._state import Array, ArrayT_co, HostScalar, one_more
+from lossscale_core._state import Array, ArrayT_co, HostScalar, Namespace, one_more
 from lossscale_core.errors import OverflowStreakError, PolicyError
 
 _LEAST_DEVIATION = 0.375
@@ -153,9 +153,8 @@ class SpikeGuard:
         mean = state.mean + (known - state.mean) * weight  # a norm that does not count leaves it as it is
         deviation = state.deviation + (abs(known - mean) - state.deviation) * weight
         deviation, norms = xp.where(is_counted, deviation, state.deviation), xp.where(is_counted, norms, state.norms)
-        spikes = xp.where(spiked, one_more(state.spikes), state.spikes)
-        # A product with 0.0 is a zero of the same dtype, shape and device.
-        streak = xp.where(spiked, state.streak + 1.0, xp.where(is_finite, state.streak * 0.0, state.streak))
+        spikes = xp.where(spiked, one_more(state.spikes, xp=xp), state.spikes)
+        streak = xp.where(spiked, state.streak + 1.0, xp.where(is_finite, 0.0, state.streak))
         return is_finite ^ spiked, GuardState(mean, deviation, norms, spikes, streak)
 
     def _weight(self, norms: Array, streak: Array, xp: Namespace) -> Array:

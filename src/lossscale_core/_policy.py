@@ -6,17 +6,16 @@ framework, eagerly or traced. It has no `if` on an array, and no dtype or shape 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from lossscale_core._arrays import HOST, Namespace, host_flag, namespace
+from lossscale_core._arrays import HOST, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
 from lossscale_core._messages import require_flag
 from lossscale_core._settings import SMALLEST_SCALE, explain_arguments
-from lossscale_core._state import Array, HostScalar, ScaleState, StateT, loss_scale_of, one_more
+from lossscale_core._state import Array, HostScalar, Namespace, ScaleState, StateT, loss_scale_of, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the new count of steps, and the array namespace."""
@@ -155,23 +154,19 @@ class DynamicScaling(BaseScaling):
         grows = state.growth_tracker >= self.growth_interval - 1  # adding 1 first would overflow a full int32
         loss_scale = _changed_where(grows, _grown, self, state.loss_scale, xp)
         growth_tracker = xp.where(grows, -1, state.growth_tracker) + 1
-        tolerance = state.hysteresis_tracker
         if self.refill_on_finite:
-            tolerance = _filled(tolerance, self.hysteresis)
+            tolerance = _count(self.hysteresis, xp)
         else:
-            tolerance = xp.where(grows, self.hysteresis, tolerance)
+            tolerance = xp.where(grows, self.hysteresis, state.hysteresis_tracker)
         # Positional arguments: a NamedTuple takes twice as long to make by keywords.
-        return ScaleState(loss_scale, growth_tracker, tolerance, steps, state.skipped_steps, state.overflow_streak * 0)
+        return ScaleState(loss_scale, growth_tracker, tolerance, steps, state.skipped_steps, _count(0, xp))
 
     def _after_overflow(self, state: Any, steps: Array, xp: Namespace) -> ScaleState:
-        tolerance = _at_least(0, state.hysteresis_tracker - 1, xp)
-        backs_off = tolerance <= 0
+        backs_off = state.hysteresis_tracker <= 1
         loss_scale = _changed_where(backs_off, _backed_off, self, state.loss_scale, xp)
-        growth_tracker = _filled(state.growth_tracker, -self.cooldown)
-        if self.refill_on_backoff:
-            tolerance = xp.where(backs_off, self.hysteresis, tolerance)
-        skipped_steps, overflow_streak = one_more(state.skipped_steps), one_more(state.overflow_streak)
-        return ScaleState(loss_scale, growth_tracker, tolerance, steps, skipped_steps, overflow_streak)
+        tolerance = xp.where(backs_off, self.hysteresis if self.refill_on_backoff else 0, state.hysteresis_tracker - 1)
+        skipped_steps, overflow_streak = one_more(state.skipped_steps, xp=xp), one_more(state.overflow_streak, xp=xp)
+        return ScaleState(loss_scale, _count(-self.cooldown, xp), tolerance, steps, skipped_steps, overflow_streak)
 
 
 LIBRARY_KINDS = tuple(KINDS)
@@ -189,16 +184,21 @@ def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: 
     )
 
 
-def _count_finite(state: Any, steps: Array, _: Namespace) -> Any:
-    return state._replace(steps=steps, overflow_streak=state.overflow_streak * 0)
+def _count_finite(state: Any, steps: Array, xp: Namespace) -> Any:
+    return state._replace(steps=steps, overflow_streak=_count(0, xp))
 
 
-def _count_overflow(state: Any, steps: Array, _: Namespace) -> Any:
+def _count_overflow(state: Any, steps: Array, xp: Namespace) -> Any:
     return state._replace(
         steps=steps,
-        skipped_steps=one_more(state.skipped_steps),
-        overflow_streak=one_more(state.overflow_streak),
+        skipped_steps=one_more(state.skipped_steps, xp=xp),
+        overflow_streak=one_more(state.overflow_streak, xp=xp),
     )
+
+
+def _count(value: int, xp: Namespace) -> Any:
+    """Return a count that does not depend on the state; the select gives it the dtype and device of the other one."""
+    return np.int32(value) if xp is HOST else value
 
 
 def _changed_where(condition: Array, change: _Change, policy: Any, scale: Array, xp: Namespace) -> Array:
@@ -209,30 +209,18 @@ def _changed_where(condition: Array, change: _Change, policy: Any, scale: Array,
 
 
 def _grown(policy: DynamicScaling, scale: Array, xp: Namespace) -> Array:
-    # Growing from at most 2 × max_scale / growth_factor changes no result and keeps the product finite in float32.
-    highest = max(2.0 * policy.max_scale / policy.growth_factor, SMALLEST_SCALE)
-    grown = xp.where(scale < highest, scale, highest) * policy.growth_factor
-    return _at_most(policy.max_scale, grown, xp)
+    if policy.growth_factor >= 4.0:  # then the product with the largest scale, 2**126, leaves float32
+        # Growing from at most 2 × max_scale / growth_factor changes no result.
+        highest = max(2.0 * policy.max_scale / policy.growth_factor, SMALLEST_SCALE)
+        scale = xp.where(scale < highest, scale, highest)
+    grown = scale * policy.growth_factor
+    return xp.where(grown < policy.max_scale, grown, policy.max_scale)
 
 
 def _backed_off(policy: DynamicScaling, scale: Array, xp: Namespace) -> Array:
-    lowered = _at_least(policy.min_scale, scale * policy.backoff_factor, xp)
+    lowered = scale * policy.backoff_factor
+    lowered = xp.where(lowered >= policy.min_scale, lowered, policy.min_scale)
     return xp.where(lowered > scale, scale, lowered)  # an overflow must not raise a scale below min_scale
-
-
-def _at_least(bound: float, x: Array, xp: Namespace) -> Array:
-    # `where` takes a plain number, which torch.maximum does not.
-    return xp.where(x >= bound, x, bound)
-
-
-def _at_most(bound: float, x: Array, xp: Namespace) -> Array:
-    return xp.where(x < bound, x, bound)
-
-
-def _filled(like: Array, value: int) -> Array:
-    """Return a counter of this value with the dtype, shape and device of `like`."""
-    # Operators keep the dtype, the shape and the device of the counter, and need no namespace.
-    return like * 0 + value if value else like * 0
 
 
 def _select(
@@ -245,9 +233,9 @@ def _select(
         scalars = state._make(value[()] for value in state)
         after = _select(grads_finite, after_finite, after_overflow, scalars, HOST)
         return state._make(map(np.asarray, after))
-    steps = one_more(state.steps)
+    steps = one_more(state.steps, xp=xp)
     if xp is HOST:  # the flag is known, so that only one transition is computed
         return (after_finite if host_flag(grads_finite, _UPDATE) else after_overflow)(state, steps, xp)
     require_flag(grads_finite, _UPDATE)
-    choose = functools.partial(xp.where, grads_finite)
-    return state._make(map(choose, after_finite(state, steps, xp), after_overflow(state, steps, xp)))
+    pairs = zip(after_finite(state, steps, xp), after_overflow(state, steps, xp), strict=True)
+    return state._make(x if x is y else xp.where(grads_finite, x, y) for x, y in pairs)

@@ -25,6 +25,9 @@ else:
 Array: TypeAlias = Any
 """An array or scalar of the framework in use; on the host, an `np.float32` or `np.int32` scalar."""
 
+Namespace: TypeAlias = Any
+"""A module or object with the functions of the array API."""
+
 HostScalar: TypeAlias = np.float32 | np.int32
 """A field of a state on the host."""
 
@@ -51,19 +54,22 @@ class ScaleState(NamedTuple, Generic[ArrayT_co]):
     """int32: overflows in a row up to now; 0 after a finite step."""
 
 
-def one_more(counter: Array) -> Array:
+def one_more(counter: Array, *, xp: Namespace | None = None) -> Array:
     """Return a counter plus 1; a full counter stays full, because int32 would wrap around.
 
-    For the `update` of a policy of your own. Needs no namespace, and does not synchronise with the host.
+    For the `update` of a policy of your own. Does not synchronise with the host.
 
     Args:
         counter: int32, shape `()`, on the host or in an array of any framework.
+        xp: The array namespace of the counter; without it the function takes five operations instead of three.
 
     Returns:
         The new count, with the dtype and on the device of `counter`; 2**31 - 1 if it was that.
     """
-    # Without `where`, which would need a namespace. The quotient is 1 for a full counter, and -2, -1 or 0 for others;
-    # it is subtracted first, since a full counter plus 1 would wrap around.
+    # 1 is added last, since a full counter plus 1 would wrap around.
+    if xp is not None:
+        return xp.where(counter < LARGEST_COUNT, counter, LARGEST_COUNT - 1) + 1
+    # The quotient is 1 for a full counter, and -2, -1 or 0 for others.
     return counter - (counter // LARGEST_COUNT + 2) // 3 + 1
 
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lossscale_core._arrays import HOST, Namespace
+from lossscale_core._arrays import HOST
 from lossscale_core._base import ScalingPolicy
 from lossscale_core._guard import LARGEST_NORM, GuardState, SpikeGuard
-from lossscale_core._state import Array
+from lossscale_core._state import Array, Namespace
 
 
 def decide(

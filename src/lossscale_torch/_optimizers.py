@@ -44,14 +44,14 @@ class Fused:
         A factor that the user has set before is multiplied in.
         """
         scale, kernels = scaler._scale, holders(optimizer)
-        # An optimizer may write to it. A clip may have left its own to the kernel.
-        factor = scale.clone() if record["stage"] is READY else record.get("factor")
+        factor = scale if record["stage"] is READY else record.get("factor")  # that of a clip, if it left one
         # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
         is_own = getattr(kernels[0], "found_inf", None) is not None
         preset = None if is_own else getattr(kernels[0], "grad_scale", None)
         if preset is not None:
             factor = preset if factor is None else factor * preset
-        found: Any = (combined(record["found_inf_per_device"].values(), scale.device) != 0.0).float()
+        flag = combined(record["found_inf_per_device"].values(), scale.device)
+        found: Any = torch.ne(flag, 0.0, out=torch.empty_like(flag, dtype=torch.float32))  # NaN is not 0.0, either
         found.is_left_over = True  # if it is there before the next step, which an interrupted one began
         known = [len(getattr(each, "state", ())) for each in kernels]
         try:

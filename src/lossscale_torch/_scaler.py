@@ -452,6 +452,13 @@ class GradScaler(PlacedScaler):
     ) -> dict[torch.device, Tensor]:
         return Gradients([optimizer], allow_fp16).check_and_multiply_(inv_scale, found_inf)
 
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
+        """Check gradients that a kernel will divide."""
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        found = self._unscale_grads_(optimizer, self._one, torch.zeros_like(self._one), True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
         found = self._found([optimizer_state], may_read=True)

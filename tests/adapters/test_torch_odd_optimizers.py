@@ -28,14 +28,14 @@ class _Duck:
 
 
 class _FusedDuck(_Duck):
-    """The same with a kernel of its own, which needs no more than the flag and the factor; it writes to the latter."""
+    """The same with a kernel of its own, which needs no more than the flag and the factor."""
 
     __slots__ = ("found_inf", "grad_scale")
     _step_supports_amp_scaling = True
 
     def step(self):
         for param in self.param_groups[0]["params"]:
-            grad = param.grad if self.grad_scale is None else param.grad * self.grad_scale.reciprocal_()
+            grad = param.grad if self.grad_scale is None else param.grad / self.grad_scale
             param.data -= torch.where(self.found_inf == 0.0, grad, 0.0)
 
 

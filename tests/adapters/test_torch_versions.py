@@ -40,7 +40,6 @@ ATTRIBUTES = {  # of the object that each function makes
     "_version": lambda: torch.ones(()),
     "_is_view": lambda: torch.ones(()),
     "_sequence_nr": lambda: torch.ones((), requires_grad=True).exp().grad_fn,
-    "_check_inf_per_device": lambda: torch.amp.GradScaler("cpu"),
     "_scale": lambda: torch.amp.GradScaler("cpu"),
     "_check_scale_growth_tracker": lambda: torch.amp.GradScaler("cpu"),
     "_device": lambda: torch.amp.GradScaler("cpu"),
