@@ -20,10 +20,10 @@ PLAN = {
         _files: errors _messages
         _state: _settings _messages
         _arrays: _state _messages _tree
-        _base: _arrays _settings _state errors
+        _base: _settings _state errors
         _guard: _arrays _settings _state errors _messages
         _policy: _arrays _base _settings _state _messages
-        _config: _arrays _base _policy _settings _state errors _files _messages
+        _config: _base _policy _settings _state errors _files _messages
         _checkpoint: _base _config _guard _policy _settings _state errors _messages
         _report: _base _config _guard _settings _state errors _messages
         _step: _arrays _base _guard _state
