@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import lossscale_keras
-from lossscale_core import DynamicScaling, SpikeGuard, state_from_dict
+from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard, state_from_dict
 from lossscale_core.errors import CheckpointWarning
 from lossscale_keras import LossScaleOptimizer
-from tests.adapters.keras_loops import assert_same, values_of
+from tests.adapters.keras_loops import EACH_WRAPPER, assert_same, values_of
 
 POLICY = DynamicScaling(growth_interval=3, hysteresis=2, cooldown=1)
 DATA = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
@@ -30,8 +30,8 @@ def _fitted(optimizer):
     return model
 
 
-def _trained(**settings):
-    model = _fitted(LossScaleOptimizer(keras.optimizers.Adam(0.01), POLICY, **settings))
+def _trained(wrapper=LossScaleOptimizer, policy=POLICY, **settings):
+    model = _fitted(wrapper(keras.optimizers.Adam(0.01, use_ema=True), policy, **settings))
     model.fit(BAD, np.ones(8), batch_size=8, verbose=0)
     return model
 
@@ -41,16 +41,23 @@ def _continued(model):
     return values_of(model.trainable_variables, model.optimizer.inner_optimizer.variables)
 
 
-@pytest.mark.parametrize("settings", [{}, {"guard": SpikeGuard(), "global_clipnorm": 5.0}], ids=["plain", "guarded"])
-def test_a_saved_model_continues_bit_for_bit(tmp_path, settings):
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
+@EACH_WRAPPER
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"guard": SpikeGuard(), "global_clipnorm": 5.0}, {"policy": FixedScaling(2.0**10)}],
+    ids=["plain", "guarded", "fixed"],
+)
+def test_a_saved_model_continues_bit_for_bit(tmp_path, wrapper, settings):
     """With its policy, its guard and its norm."""
-    model = _trained(**settings)
+    model = _trained(wrapper, **settings)
     model.save(tmp_path / "model.keras")
     with warnings.catch_warnings():
         warnings.simplefilter("error", CheckpointWarning)
         loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert type(loaded.optimizer) is LossScaleOptimizer
-    assert (loaded.optimizer.policy, loaded.optimizer.guard) == (POLICY, settings.get("guard"))
+    assert type(loaded.optimizer) is wrapper
+    assert loaded.optimizer.policy == settings.get("policy", POLICY)
+    assert loaded.optimizer.guard == settings.get("guard")
     assert loaded.optimizer.global_clipnorm == settings.get("global_clipnorm")
     assert loaded.optimizer.state_dict() == model.optimizer.state_dict()
     assert_same(_continued(loaded), _continued(model))
@@ -87,11 +94,13 @@ def test_a_file_is_the_same_on_each_backend(tmp_path):
     np.testing.assert_allclose(weights, [0.94133174, 0.9444577, -0.05668658], atol=1e-5)
 
 
-def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path):
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@EACH_WRAPPER
+def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path, wrapper):
     """The state is stored by name, so that a guard may be new; a file of the inner optimizer alone has none."""
-    model = _trained()
+    model = _trained(wrapper)
     model.save_weights(tmp_path / "model.weights.h5")
-    other = _trained(guard=SpikeGuard())
+    other = _trained(wrapper, guard=SpikeGuard())
     _continued(other)
     with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
         other.load_weights(tmp_path / "model.weights.h5")
@@ -99,7 +108,7 @@ def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path):
     assert_same(values_of(other.trainable_variables), values_of(model.trainable_variables))
     loaded = values_of(other.optimizer.inner_optimizer.variables)
     assert_same(loaded, values_of(model.optimizer.inner_optimizer.variables))
-    _fitted(keras.optimizers.Adam(0.01)).save_weights(tmp_path / "plain.weights.h5")
+    _fitted(keras.optimizers.Adam(0.01, use_ema=True)).save_weights(tmp_path / "plain.weights.h5")
     with warnings.catch_warnings(record=True) as warned:  # the other one is Keras's, about the variables of Adam
         warnings.simplefilter("always")
         model.load_weights(tmp_path / "plain.weights.h5")

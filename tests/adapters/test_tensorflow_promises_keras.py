@@ -178,7 +178,9 @@ def test_promise_090_compute_gradients(optimizers, mode, with_tape):
 def test_promise_090_methods_of_each_generation():
     """What an optimizer has besides, its wrapper has; an optimizer of Keras 3 has none of it."""
     variable = tf.Variable(1.0)
-    legacy = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0), 8.0)
+    legacy = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0, clipnorm=10.0), 8.0)
+    assert (legacy.clipnorm, legacy.use_ema) == (10.0, False)
+    assert [*map(id, legacy.variables())] == [*map(id, legacy.variables)]
     legacy.get_updates(lambda: variable * 3.0, [variable])
     assert float(variable) == -2.0
     assert legacy.add_weight("mine", shape=(2,), initializer="ones").numpy().tolist() == [1.0, 1.0]
