@@ -16,7 +16,7 @@ from lossscale_core import FixedScaling
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _on_ranks
-from tests.adapters.torch_steps import COPIES, one, same
+from tests.adapters.torch_steps import one, same
 from tests.torch_versions import HAS_FSDP2_ON_CPU
 
 pytestmark = [  # Dynamo's own
@@ -253,16 +253,6 @@ def test_nothing_changes_without_gradients():
         x = scaler.attach(weight, torch.ones(3, requires_grad=True) * 2)
         assert torch.equal(x, weight)
         assert torch.equal(scaler.attach(weight, torch.ones(3)), weight)
-
-
-@COPIES
-def test_copies_and_pickles(copied):
-    """A scaler that has attached a loss is copied and pickled as before."""
-    scaler = GradScaler("cpu", init_scale=4.0)
-    for make in (lambda: scaler, lambda: copied(scaler)):
-        weight, each = torch.ones(3, requires_grad=True), make()
-        each.scale(each.attach(weight * 2, 3 * weight).sum()).backward()
-        assert torch.equal(weight.grad, torch.full((3,), 20.0))
 
 
 def test_a_copy_of_a_layer_shares_the_scaler_of_its_attached_loss():

@@ -8,10 +8,13 @@ import copy
 import pickle
 import random
 import types
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from lossscale_torch import GradScaler
 from lossscale_torch.hooks import Hook
@@ -54,6 +57,7 @@ OPTIMIZERS = {
 DTYPES = [torch.float32] * 4 + [torch.float64, torch.bfloat16]
 CALLS = ["step", "unscale", "clip", "skip"] * 8 + ["unscale twice", "unscale only", "step twice"]
 EVENTS = ["save", "interval", "factors", "copy", "pickle", "tensors", "check", "flag", "again", "inspect"]
+EVENTS += ["late flag", "late scale", "write scale", "write tracker", "assign scale"]
 
 
 def _program(seed):
@@ -107,6 +111,8 @@ class _Side:
                 self._step(step.calls[i], i, step.event)
         nothing = all(call == "skip" for call in step.calls) and step.new_scale is None
         with self._errors():
+            if step.event == "late scale":
+                self.scaler._scale.fill_(4.0)
             self.scaler.update(self.scaler._scale if nothing else step.new_scale)
             self._between_steps(number, step.event)
         self.seen.append((self.scaler.get_scale(), self.scaler._get_growth_tracker()))
@@ -150,6 +156,8 @@ class _Side:
             self.seen.append(len(scaler._found_inf_per_device(optimizer)))
         for _ in range(0 if call.endswith("only") else 1 + call.endswith("twice")):
             scaler.step(optimizer)
+        if event == "late flag":  # the step was taken, and the scale follows the flag
+            _raise_flags(scaler._found_inf_per_device(optimizer))
 
     def _between_steps(self, number, event):
         scaler = self.scaler
@@ -164,8 +172,14 @@ class _Side:
             scaler.set_backoff_factor(0.125)
         elif event == "copy":
             self.scaler = copy.deepcopy(scaler)
-        elif event == "pickle":
+        elif event == "pickle" and self.make_scaler in (GradScaler, torch.amp.GradScaler):
             self.scaler = pickle.loads(pickle.dumps(scaler))
+        elif event == "write scale":
+            scaler._scale.fill_(32.0)
+        elif event == "write tracker":
+            scaler._growth_tracker.fill_(0)
+        elif event == "assign scale":
+            scaler._scale = torch.tensor(128.0)
         elif event == "tensors":
             self.seen += [scaler._scale.item(), scaler._growth_tracker.item()]
         elif event == "again":
@@ -181,16 +195,80 @@ class _Side:
         return [each.contiguous().flatten().view(torch.uint8).tolist() for each in kept]
 
 
-def _with_hook(device, **settings):
-    return GradScaler(device, **settings, hooks=[Hook()])
+def _raise_flags(flags, value=1.0):
+    """Raise flags as an `all_reduce` over other ranks does: in place, and without a new version."""
+    for flag in flags.values():
+        flag.detach().numpy().fill(value)
+
+
+def _with_hook(base):
+    """Add a hook that does nothing to ours."""
+    return partial(base, hooks=[Hook()]) if base is GradScaler else base
+
+
+def _deciding(base):
+    """Decide on the step, as NeMo, Composer and torch_xla override it; each third is left out."""
+
+    class Deciding(base):
+        calls = 0
+
+        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+            self.calls += 1
+            if self.calls % 3 == 0 or sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values()):
+                return None
+            return optimizer.step(*args, **kwargs)
+
+    return Deciding
+
+
+def _checking(base):
+    """Add to the check, as torch's ShardedGradScaler does; each third finds an overflow elsewhere."""
+
+    class Checking(base):
+        calls = 0
+
+        def unscale_(self, optimizer):
+            super().unscale_(optimizer)
+            self._add(optimizer)
+
+        def _check_inf_per_device(self, optimizer):
+            flags = super()._check_inf_per_device(optimizer)
+            self._add(optimizer)
+            return flags
+
+        def _add(self, optimizer):
+            self.calls += 1
+            if self.calls % 3 == 0:
+                _raise_flags(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
+
+    return Checking
+
+
+def _updating(base):
+    """Write the persistent tensors by torch's own kernel, and replace the records, as Megatron's and NeMo's do."""
+
+    class Updating(base):
+        def update(self, new_scale=None):
+            scale, tracker = self._check_scale_growth_tracker("update")
+            flags = [f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()]
+            assert flags
+            settings = (self._growth_factor, self._backoff_factor, self._growth_interval)
+            torch._amp_update_scale_(scale, tracker, sum(flags), *settings)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    return Updating
+
+
+KINDS = (lambda base: base, lambda base: base, _with_hook, _deciding, _checking, _updating)
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 def test_random_programs():
-    """Each step leaves the same bits and errors; half of them with a hook that does nothing."""
+    """Each step leaves the same bits and errors, also with a hook that does nothing, and in subclasses of others."""
     for seed in range(PROGRAMS):
         *made, steps = _program(seed)
-        theirs, ours = (_Side(make, *made) for make in (torch.amp.GradScaler, (GradScaler, _with_hook)[seed % 2]))
+        kind = KINDS[seed % len(KINDS)]
+        theirs, ours = (_Side(kind(base), *made) for base in (torch.amp.GradScaler, GradScaler))
         for number, step in enumerate(steps):
             theirs.run(number, step)
             ours.run(number, step)

@@ -123,36 +123,6 @@ def test_a_whole_recorded_step(make, clips, device):
     assert (int(numbers["steps"]), int(numbers["skipped_steps"])) == (len(values), 3)
 
 
-@ON_EACH_DEVICE
-@AGAINST_TORCH
-def test_only_the_step_is_recorded(make_scaler, device):
-    """The recorded step reads the scale as it then is: that of the last replay, of a checkpoint, or a new one."""
-    weight, optimizer = _one_weight(device, FUSED["sgd"])
-    scaler = make_scaler(device, init_scale=4.0, growth_interval=1)
-    with _warming_up(device):
-        scaler.scale(weight.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    weight.grad.zero_()
-    scaler.scale(weight.sum()).backward()
-    with _capture(device) as graph:
-        scaler.step(optimizer)
-        scaler.update()
-    if device == "cuda":
-        graph.replay()
-    saved = make_scaler("cpu", init_scale=64.0, growth_interval=1).state_dict()
-    for used in (16.0, 32.0, 64.0, 128.0, 2.0):
-        if used == 64.0:
-            scaler.load_state_dict(saved)
-        if used == 2.0:
-            scaler.update(2.0)
-        weight.grad.zero_()
-        scaler.scale(weight.sum()).backward()
-        before = weight[0].item()
-        graph.replay()
-        assert (before - weight[0].item(), scaler.get_scale()) == (1.0, 2.0 * used)
-
-
 def test_a_state_on_the_host_cannot_be_captured(monkeypatch):
     """Each replay would write it again; one step of a fused optimizer before the capture puts it on the device."""
     # What asks the driver of a GPU: without one a scaler for "cuda" is disabled.

@@ -220,23 +220,6 @@ def test_a_record_that_is_replaced_after_a_step():
     assert _remembered(scaler) == [(0, 0), (1, 0)]
 
 
-def _missing_on_rank_1(rank, world_size):
-    param, optimizer = one()
-    scaler = GradScaler("cpu", policy=8.0, process_group=dist.group.WORLD, norm_group=dist.group.WORLD)
-    for call in ("unscale_", "clip"):
-        scaler.scale(torch.ones(()))
-        param.grad = torch.full((1,), 8.0) if rank == 0 else None
-        scaler.unscale_(optimizer) if call == "unscale_" else scaler.unscale_and_clip_(optimizer, 1e3)
-        scaler.scale(torch.ones(()))  # of another optimizer
-        scaler.step(optimizer)
-        assert scaler.update().applied
-
-
-def test_a_rank_without_gradients_has_given_none_up():
-    """A second scaled loss in the same step is then no error on one rank alone."""
-    _on_ranks(2, _missing_on_rank_1)
-
-
 def _refused_by_one_rank(rank, world_size, how):
     veto, group, (param, optimizer) = Veto(), dist.group.WORLD, one(how == "fused", lr=1e-3)
     if how == "guarded":

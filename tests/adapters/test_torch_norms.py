@@ -233,16 +233,23 @@ def _require_partial_sums_in_torch(grid):
 
 
 def _reduce_partial_sums(grid):
-    """Clip gradients that are summands: of a row, over the ranks of a column, and over all."""
-    for placements, summed in (([Partial(), COPIED], 2), ([Partial(), Partial()], 4), ([COPIED, Partial()], 2)):
-        for order, size in product(ORDERS, (SCALE, 2e38)):
-            param = _with_grad(DTensor.from_local(torch.full((4,), size), grid, placements))
-            scaler, optimizer = GradScaler("cpu", init_scale=SCALE), torch.optim.SGD([param], lr=1.0)
-            scaler.scale(torch.ones(()))
-            norm = scaler.unscale_and_clip_(optimizer, MAX_NORM, order)
-            scaler.step(optimizer)
-            assert scaler.update().applied == (size == SCALE)  # each summand is finite; the sum of large ones is not
-            assert size > SCALE or norm.item() == pytest.approx(summed * 4 ** (1 / order), rel=1e-6)
+    """Step by gradients that are summands: of a row, over the ranks of a column, and over all."""
+    layouts = (([Partial(), COPIED], 2), ([Partial(), Partial()], 4), ([COPIED, Partial()], 2))
+    calls = (None, "unscale_", *ORDERS)
+    for (placements, summed), call, fused, size in product(layouts, calls, (False, True), (SCALE, 2e38)):
+        param = _with_grad(DTensor.from_local(torch.full((4,), size), grid, placements))
+        optimizer = torch.optim.AdamW([param], betas=(0.0, 0.0), fused=fused)
+        scaler = GradScaler("cpu", init_scale=SCALE)
+        scaler.scale(torch.ones(()))
+        if call == "unscale_":
+            scaler.unscale_(optimizer)
+        elif call is not None:
+            norm = scaler.unscale_and_clip_(optimizer, 1e3, call)
+            assert size > SCALE or norm.item() == pytest.approx(summed * 4 ** (1 / call), rel=1e-6)
+        scaler.step(optimizer)
+        applied = bool(scaler.update().applied)  # each summand is finite; the sum of large ones is not
+        assert applied == (size == SCALE) != torch.equal(_local(param), torch.ones(4))
+        assert not applied or optimizer.state[param]["exp_avg"].to_local().tolist() == [summed] * 4
 
 
 def _leave_gradients_after_an_error(make):

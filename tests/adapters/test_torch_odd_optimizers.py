@@ -39,14 +39,28 @@ class _FusedDuck(_Duck):
             param.data -= torch.where(self.found_inf == 0.0, grad, 0.0)
 
 
+class _Legacy(torch.optim.SGD):
+    """Is handed the scaler, and asks it for what it needs."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        stage = grad_scaler._per_optimizer_states[id(self)]["stage"]
+        if stage.name == "READY":
+            grad_scaler.unscale_(self)
+        grad_scaler._maybe_opt_step(super(), grad_scaler._per_optimizer_states[id(self)])
+
+
 OPTIMIZERS = {
     "no more than step": _Duck,
     "no more than a fused step": _FusedDuck,
     "delegates": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0)),
     "delegates to a fused one": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0, fused=True)),
+    "of the old contract": lambda params: _Legacy(params, lr=1.0),
 }
 
 
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("clips", [False, True])
 def test_unusual_optimizers(make, clips):
@@ -89,30 +103,6 @@ def test_what_shows_that_an_optimizer_has_stepped(has_stepped, make):
         scaler.step(optimizer)
     assert [warning.category for warning in caught] == [CheckpointWarning] * has_stepped
     assert scaler.update().applied
-
-
-class _Legacy(torch.optim.SGD):
-    """Is handed the scaler, and asks it for what it needs."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler=None):
-        stage = grad_scaler._per_optimizer_states[id(self)]["stage"]
-        if stage.name == "READY":
-            grad_scaler.unscale_(self)
-        super().step()
-
-
-@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
-def test_an_optimizer_of_the_old_contract_is_clipped_in_place():
-    """It takes no factor, so a clip leaves it none."""
-    param = torch.nn.Parameter(torch.ones(1))
-    optimizer = _Legacy([param], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(param.sum()).backward()
-    scaler.unscale_and_clip_(optimizer, 10.0)
-    scaler.step(optimizer)
-    assert param.item() == 0.0
 
 
 # -- several optimizers in one -----------------------------------------------------------------------------------------
