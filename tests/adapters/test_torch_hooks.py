@@ -93,40 +93,65 @@ def test_a_new_scaler_beside_an_optimizer_that_has_stepped():
 BATCH = torch.linspace(-1.0, 3.0, 32).reshape(8, 4)
 
 
-def _step(loop, is_bad=False, clips=False):
+def _step(loop, is_bad=False):
     """Take a step; if it is bad, its forward pass overflows, and the statistics become infinite or NaN."""
-    loop.backward(BATCH * INF if is_bad else BATCH)
-    if clips:
-        loop.scaler.unscale_and_clip_(loop.optimizer, INF)
-    loop.scaler.step(loop.optimizer)
-    return loop.scaler.update()
-
-
-def _require_skipped(loop, before=None):
-    """Take a bad step; the buffers are then as before it."""
-    before = before or loop.buffers()
-    assert not _step(loop, is_bad=True).applied
-    assert same(before, loop.buffers())
+    return loop.step(batch=BATCH * INF if is_bad else BATCH)
 
 
 def _counts(loop):
     return loop.model[1].num_batches_tracked.item()
 
 
-@settings(max_examples=60)
-@given(bad=st.lists(st.booleans(), max_size=12), fused=st.booleans(), clips=st.booleans(), place=st.integers(0, 2))
-def test_any_pattern_of_skips_equals_a_loop_that_never_saw_those_batches(bad, fused, clips, place):
-    """Buffers and weights agree bit for bit: of a protected model, of one within, or around it and never called."""
-    plain = Loop(fused, policy=FixedScaling(8.0))
-    model = copy.deepcopy(plain.model)
-    protect = (model, [model[1]], torch.nn.ModuleList([model]))[place]
-    loop = Loop(fused, model=model, protects=protect, policy=FixedScaling(8.0))
-    for is_bad in bad:
-        assert bool(_step(loop, is_bad, clips).applied) != is_bad
-        if not is_bad:
-            _step(plain)
-    assert same(loop.buffers(), plain.buffers())
-    assert same(loop.model.parameters(), plain.model.parameters())
+def _act(loop, kind):
+    """Do what may come between two steps."""
+    module = loop.model[1] if kind == "load a part" else loop.model
+    if kind == "forward":
+        loop.model(BATCH)
+    elif kind == "evaluate":
+        loop.model.eval()(BATCH)
+        loop.model.train()
+    elif kind.startswith("load"):
+        names = {name for name, _ in module.named_buffers()}
+        module.load_state_dict({name: value + (name in names) for name, value in module.state_dict().items()})
+    else:
+        for buffer in loop.model.buffers():
+            buffer += 1
+
+
+BETWEEN = st.lists(st.sampled_from(["forward", "evaluate", "load", "load a part", "write"]), max_size=3)
+STEPS = st.tuples(BETWEEN, st.sampled_from(["good", "good", "overflow", "clipped overflow", "veto", "skip"]))
+
+
+@settings(max_examples=100)
+@given(
+    steps=st.lists(STEPS, max_size=8), fused=st.booleans(), place=st.integers(0, 2),
+    policy=st.sampled_from([FixedScaling(8.0), NoScaling()]),
+)  # fmt: skip
+def test_a_skip_returns_to_the_buffers_before_the_step(steps, fused, place, policy):
+    """To those before the first forward pass that trained since the last update, or to a state that was loaded since.
+
+    Bit for bit, and so are the weights; the buffers of an applied step stay. A model is protected itself, or a module
+    within, or one around it that is never called.
+    """
+    veto, model = Veto(), Loop().model
+    protects = (model, [model[1]], torch.nn.ModuleList([model]))[place]
+    loop = Loop(fused, model=model, protects=protects, policy=policy, hooks=[veto])
+    for actions, kind in steps:
+        before = None
+        for each in actions:
+            if each == "forward" and before is None:
+                before = loop.buffers()
+            _act(loop, each)
+            before = None if each.startswith("load") else before
+        before, weights = before or loop.buffers(), copies(model.parameters())
+        loop.backward(BATCH * INF if "overflow" in kind else BATCH)
+        after, veto.value = loop.buffers(), float(kind == "veto")
+        if kind == "clipped overflow":
+            loop.scaler.unscale_and_clip_(loop.optimizer, INF)
+        (loop.scaler.skip if kind == "skip" else loop.scaler.step)(loop.optimizer)
+        assert bool(loop.scaler.update().applied) == (kind == "good")
+        assert same(loop.buffers(), after if kind == "good" else before)
+        assert same(model.parameters(), weights) != (kind == "good")
 
 
 class _Counts(torch.nn.Module):
@@ -152,58 +177,12 @@ def test_buffers_that_cannot_be_written_stay():
     assert counts == {"dense": [0.0, 0.0], "sparse": [1.0, 1.0], "expanded": [1.0, 1.0]}
 
 
-def test_every_skip_counts_and_a_disabled_scaler_protects_nothing():
-    """Without scaling, by the user, and by a veto."""
-    _require_skipped(Loop(protects=True, policy=NoScaling()))
-    veto = Veto()
-    for leaves_out in (True, False):
-        loop = Loop(protects=True, hooks=[veto])
-        before, veto.value = loop.buffers(), float(not leaves_out)
-        loop.backward()
-        (loop.scaler.skip if leaves_out else loop.scaler.step)(loop.optimizer)
-        assert not loop.scaler.update().applied
-        assert same(before, loop.buffers())
+def test_a_disabled_scaler_protects_nothing():
+    """The module has no hooks of it."""
     disabled = Loop(protects=True, enabled=False)
     assert not disabled.model._forward_pre_hooks
     _step(disabled)
     assert _counts(disabled) == 1
-
-
-@EITHER_KIND
-def test_the_copy_is_of_the_first_forward_that_trains(fused):
-    """Several forwards make one step; one in evaluation mode copies nothing, and a skip then takes nothing back."""
-    loop = Loop(fused, protects=True)
-    loop.model.eval()(BATCH)
-    loop.model[1].running_mean.fill_(7.0)  # by hand, after the forward that does not count
-    before = loop.buffers()
-    loop.model.train()
-    loop.model(BATCH)
-    loop.model(BATCH)
-    _require_skipped(loop, before)
-    _step(loop)
-    loop.model.eval()
-    _require_skipped(loop)
-
-
-@EITHER_KIND
-@pytest.mark.parametrize("how", ["before the forward", "after a forward", "after a skip", "a part", "by hand"])
-def test_what_was_loaded_in_between_is_not_undone(fused, how):
-    """A skip returns to a state that was loaded after an update, or after a forward that no step followed."""
-    loop = Loop(fused, protects=True)
-    _step(loop, is_bad=how == "after a skip")
-    loaded = copy.deepcopy(loop.model)
-    for buffer in loaded.buffers():
-        buffer += 1
-    if how in {"after a forward", "a part"}:
-        loop.model(BATCH)
-    if how == "a part":
-        loop.model[1].load_state_dict(loaded[1].state_dict())
-    elif how == "by hand":
-        for buffer, value in zip(loop.model.buffers(), loaded.buffers(), strict=True):
-            buffer.copy_(value)
-    else:
-        loop.model.load_state_dict(loaded.state_dict())
-    _require_skipped(loop, copies(loaded.buffers()))
 
 
 def test_a_graph_that_is_still_to_run_backward_stays_valid():

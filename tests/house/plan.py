@@ -150,7 +150,7 @@ TESTS = {
     "lossscale_torch": """
         _gradients: clipping odd_gradients devices norms
         _step_info: scaler hooks
-        _versions: versions scaler
+        _versions: scaler attach
         _ranks: distributed norms
         _snapshots: attempts hooks transactions
         _state _placement: states scaler synchronisation loops transactions
