@@ -40,6 +40,7 @@ NOT_A_POLICY = "is not a loss-scaling policy; pass a policy such as DynamicScali
 CALL_UPDATE = "call update(state, grads_finite)"
 _log, _update, _set = ScaleWatch().log, POLICY.update, check_setting
 _replaced = functools.partial(dataclasses.replace, POLICY)
+GUARD, RUN = SpikeGuard(), {"policy": "dynamic", "grads_finite": [True, True]}
 MISTAKES = {
     TypeError: [
         # a setting that is misspelt, or has its name in another tool
@@ -66,7 +67,12 @@ MISTAKES = {
         (simulate_gradients, ([1.0], POLICY), "call simulate_gradients(policy, gradient_max)"),
         (SpikeGuard().check, (1.0, STATE), "state=1.0 is not a state of a guard; call check(state, norm)"),
     ],
-    ValueError: [(step_info, (_update(STATE, True), STATE), "0 steps after 1; call step_info(before, after)")],
+    ValueError: [
+        (step_info, (_update(STATE, True), STATE), "0 steps after 1; call step_info(before, after)"),
+        # norms without a guard, a guard without norms, and another number of them than of steps
+        *((simulate, {**RUN, **given}, "norms") for given in ({"norms": [1.0]}, {"guard": GUARD})),
+        (simulate, {**RUN, "norms": [1.0], "guard": GUARD}, "norms"),
+    ],
     CheckpointError: [(state_from_dict, (CHECKPOINT,), "has no version, but model, scaler; pass its part 'scaler'")],
     PolicyError: [
         (as_policy, ("dynamik",), "'dynamik' is not a loss-scaling policy; did you mean 'dynamic'? pass a policy"),
@@ -74,6 +80,13 @@ MISTAKES = {
         (as_policy, (STATE,), "is a state and not a policy; pass its policy in this place"),
         (as_policy, (0,), "0 is not a loss-scaling policy: as a fixed scale, init_scale=0 must be a number from"),
         (check_guard, (POLICY,), "must be a SpikeGuard; pass SpikeGuard(), or leave it out"),
+        *(
+            (SpikeGuard, {name: value}, f"{name}={value} must be {rule}")
+            for name, value, rule in (
+                *(("threshold", 0.5, "a number from 1"), ("memory", 0, "a whole number from 1")),
+                *(("warmup", 1.5, "a whole number from 1"), ("max_streak", 0, "None or a whole number")),
+            )
+        ),
         # Adapters check the numbers that they take in addition to a policy as settings are checked.
         (_set, ("max_norm", math.nan), "max_norm=nan must be a number from 0; pass math.inf not to clip"),
         (_set, ("max_norm", "1.0"), "max_norm='1.0' must be a number from 0; pass math.inf not to clip"),

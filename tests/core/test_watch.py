@@ -1,10 +1,8 @@
 """`ScaleWatch`: what a run logs by itself, how often."""
 
 import contextlib
-import copy
 import logging
 import math
-import pickle
 
 import array_api_strict
 import numpy as np
@@ -129,16 +127,6 @@ def test_a_new_run_logs_its_events_again():
         for each in (late, late, early):
             watch.log(FIXED, each)
     assert [record.steps for record in records] == [30, 25]
-
-
-def test_a_copy_remembers_what_was_said():
-    """It says nothing twice."""
-    for duplicate in (copy.copy, copy.deepcopy, lambda watch: pickle.loads(pickle.dumps(watch))):
-        watch, state = ScaleWatch(), _run(FIXED, [False] * 30)[1]
-        with _logged_records() as records:
-            watch.log(FIXED, state)
-            duplicate(watch).log(FIXED, state)
-        assert len(records) == 1
 
 
 def test_a_watch_reads_a_state_of_arrays():
