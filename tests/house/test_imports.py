@@ -14,21 +14,20 @@ from tests.house.plan import ADAPTERS, PLAN
 SRC = Path(__file__).parents[2] / "src"
 STANDARD_LIBRARY = sys.stdlib_module_names
 IMPORTING_CALLS = {"import_module", "__import__", "find_spec", "run_module"}
-
-CORE_REQUIRES = {"numpy", "array_api_compat"}
-REQUIRED_BY_TESTS = {
-    "testing": {"hypothesis", "array_api_strict"},
-    "_state": {"typing_extensions"},
-}  # or types
 PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
-
-
-COMMAND = {
-    "_recording": {"torch", "lossscale_torch"},
-    "cli": {"click", "matplotlib", "numpy", "torch"},
-    "demo": {"numpy", "threadpoolctl"},
+CORE_REQUIRES = {"numpy", "array_api_compat"}
+PARTS = {
+    "lossscale": {
+        "_recording": {"torch", "lossscale_torch"},
+        "cli": {"click", "matplotlib", "numpy", "torch"},
+        "demo": {"numpy", "threadpoolctl"},
+    },
+    "lossscale_core": {
+        "testing": {"hypothesis", "array_api_strict", *CORE_REQUIRES},
+        "_state": {"typing_extensions", *CORE_REQUIRES},  # for types
+    },
 }
-"""The imports of the parts of the command in addition to the core; the other parts have none."""
+"""The imports of parts of a package, where they are not those of all of its modules."""
 
 
 def _module_of(path: Path, package: str) -> str:
@@ -118,25 +117,14 @@ def test_no_package_has_an_import_circle(package):
     list(graphlib.TopologicalSorter(_module_imports(package, only_at_top=True)).static_order())
 
 
-def test_only_the_report_logs():
-    """All else in the core is pure."""
-    logging = {path.name for path in _files("lossscale_core") if "logging" in _imports(path)}
-    assert logging == {"_report.py"}
-
-
-@pytest.mark.parametrize("path", _files("lossscale_core"), ids=lambda path: path.stem)
-def test_the_core_needs_numpy_and_array_api_compat_only(path):
-    """No adapter and no framework is imported, not within a function either; some need more to test."""
-    more = REQUIRED_BY_TESTS.get(_module_of(path, "lossscale_core"), set())
-    assert _outside(path, "lossscale_core") <= CORE_REQUIRES | more
-
-
-@pytest.mark.parametrize("package", [*ADAPTERS, "lossscale"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_little_besides_the_core(package):
-    """An adapter imports no other one, no other framework and not the command; each part of that, what it needs."""
+    """No adapter imports another one or another framework, not within a function either; some parts need more."""
     assert {path.name for path in SRC.iterdir() if path.is_dir()} <= {*PACKAGES}
+    usual = ADAPTERS.get(package, CORE_REQUIRES if package == "lossscale_core" else set())
+    more = {"(computed)"} if package == "lossscale" else set()
     for path in _files(package):
-        allowed = ADAPTERS.get(package) or COMMAND.get(_module_of(path, package), set()) | {"(computed)"}
+        allowed = PARTS.get(package, {}).get(_module_of(path, package), usual) | more
         assert _outside(path, package, "lossscale_core") <= allowed, path
 
 
@@ -147,50 +135,3 @@ def test_no_package_imports_a_private_name_of_another(package):
     for path in _files(package):
         for name in _imports(path):
             assert name.partition(".")[0] not in others or not _is_private(name), (path, name)
-
-
-POLICIES = {"BaseScaling", "NoScaling", "FixedScaling", "DynamicScaling", "ScalingPolicy"}
-
-
-def _is_policy(node: ast.expr) -> bool:
-    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    return name in {"policy", "_policy"}
-
-
-def test_only_the_base_module_asks_for_the_type_of_a_policy():
-    """Only `_base` asks for a policy's type or whether it has a member; elsewhere `BaseScaling.of` knows."""
-    for path in (path for path in SRC.rglob("*.py") if path.name != "_base.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
-                if node.func.id in {"getattr", "hasattr"}:
-                    assert not _is_policy(node.args[0]), (path, node.lineno)
-                if node.func.id == "isinstance":
-                    names = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
-                    assert not names & POLICIES, (path, node.lineno)
-
-
-FACTORS = {"growth_factor", "backoff_factor"}
-BOUNDS = {"min_scale", "max_scale"}
-
-
-def _moves_a_scale(node: ast.AST) -> bool:
-    """Return whether an expression multiplies by a policy's factor what may be the scale of a state.
-
-    A bound of a policy is not: its product with a factor says how far the rule may go.
-    """
-    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
-        return False
-    names = {each.attr for each in (node.left, node.right) if isinstance(each, ast.Attribute)}
-    return bool(names & FACTORS) and not names & BOUNDS
-
-
-def test_the_factors_are_applied_in_one_file():
-    """Only `_policy` multiplies a scale by a growth or backoff factor.
-
-    torch's kernel does, too, for a state on a device: `tests/adapters/test_torch_states.py` compares every bit.
-    """
-    for path in SRC.rglob("*.py"):
-        for node in _nodes(path):
-            assert path.name == "_policy.py" or not _moves_a_scale(node), (path, getattr(node, "lineno", None))
-            if isinstance(node, ast.Attribute) and node.attr == "_amp_update_scale_":
-                assert path.relative_to(SRC).as_posix() == "lossscale_torch/_state.py", (path, node.lineno)

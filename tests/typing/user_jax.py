@@ -77,6 +77,7 @@ def gradients(params: Params, batch: Batch, opt_state: LossScaledState) -> Param
 
 def train_around_an_optimizer(params: Params, batch: Batch) -> Params:
     """Train by `loss_scaled`, in both ways."""
+    loss_scaled(optax.sgd(0.1), "none", guard=SpikeGuard())
     optimizer = loss_scaled(optax.adam(1e-3), POLICY, max_norm=1.0, accumulation_steps=2, drop="micro_batch")
     assert_type(optimizer, LossScaledTransformation)
     opt_state = optimizer.init(params)
@@ -116,42 +117,12 @@ def train_around_a_function(params: Params, batch: Batch) -> Params:
     averaged = value_and_grad(loss, axis_name=("data", "model"))(state, params, batch=batch)
     assert_type(averaged.grads, Params)
     value_and_grad(loss, argnums=(0, 1))(state, params, batch)
+    assert_type(POLICY.update(state, out.grads_finite, xp=jnp), ScaleState[jax.Array])
     lambda_loss: Callable[[Params], jax.Array] = lambda params: jnp.sum(params.weight) * loss(params, batch)  # noqa: E731
     of_a_lambda = value_and_grad(lambda_loss)(state, params)
     assert_type(of_a_lambda.value, jax.Array)
     new = Params(params.weight - out.grads.weight, params.bias - out.grads.bias)
     return select(out.grads_finite, new, params)
-
-
-class TrainState(NamedTuple):
-    """What follows applied steps next to the parameters."""
-
-    params: Params
-    average: Params
-    model_state: dict[str, jax.Array]
-    opt_state: LossScaledState
-
-
-def follow_applied_steps(train: TrainState, batch: Batch, new_state: dict[str, jax.Array]) -> TrainState:
-    """Take a step, and let an average and the state of layers follow it."""
-    params, average, model_state, opt_state = train
-    optimizer = loss_scaled(optax.sgd(0.1), "none", max_norm=1.0, guard=SpikeGuard())
-    before = get_scale_state(opt_state)
-    grads = gradients(params, batch, opt_state)
-    params, opt_state = optimizer.apply_gradients(grads, opt_state, params)
-    applied = step_info(before, get_scale_state(opt_state)).applied
-    model_state = assert_type(select(applied, new_state, model_state), dict[str, jax.Array])
-    average = assert_type(select(applied, params, average), Params)
-    return TrainState(params, average, model_state, opt_state)
-
-
-def step_by_hand(params: Params, batch: Batch, state: ScaleState[jax.Array]) -> tuple[Params, ScaleState[jax.Array]]:
-    """Take a step with the verbs."""
-    out = value_and_grad(loss)(state, params, batch)
-    new = Params(params.weight - out.grads.weight, params.bias - out.grads.bias)
-    params = assert_type(select(out.grads_finite, new, params), Params)
-    state = POLICY.update(state, out.grads_finite, xp=jnp)
-    return params, state
 
 
 def watch(

@@ -1,7 +1,4 @@
-"""A page of code as users of PyTorch write it, which type checkers must understand: `nox -s typing`.
-
-It has each line of `docs/trainers.md` that uses a scaler; `tests/house/test_pages.py` compares the two.
-"""
+"""A page of code as users of PyTorch write it, which type checkers must understand: `nox -s typing`."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, assert_type
@@ -105,174 +102,16 @@ def wants_adamw(optimizer: torch.optim.AdamW) -> None:
         assert_type(optimizer.last_step, StepInfo)
 
 
-class HasScaler:
-    """What the frameworks have in different places: an attribute that holds the scaler."""
-
-    scaler: GradScaler
-    loss_scaler: GradScaler
-    _scaler: GradScaler
-    _is_overflow: bool | Tensor
-    sync_gradients: bool
-
-
-class FollowAppliedSteps:
-    """The callback of Trainer and TRL."""
-
-    def on_optimizer_step(self, optimizer: HasScaler) -> None:
-        """Tell the schedule."""
-        optimizer._is_overflow = not optimizer.scaler.last_step.applied  # waits
-
-
-class LightningModule:
-    """A module under Lightning."""
-
-    trainer: Any
-
-    def lr_scheduler_step(self, scheduler: Any) -> None:
-        """Follow applied steps."""
-        if self.trainer.precision_plugin.scaler.last_step.applied:
-            scheduler.step()
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip."""
-        self.trainer.precision_plugin.scaler.unscale_and_clip_(optimizer, max_norm=1.0)
-
-    def on_train_batch_end(self, plugin: HasScaler) -> dict[str, Any]:
-        """Log."""
-        scaler = plugin.scaler
-        info, counts = scaler.last_step, scaler.metrics()
-        return {"applied": info.applied, "share": counts["skipped_steps"] / max(counts["steps"], 1)}
-
-
-def use_trainers(
-    accelerator: HasScaler,
-    trainer: Any,
-    engine: HasScaler,
-    wrapper: HasScaler,
-    MixedPrecision: Callable[..., Any],  # noqa: N803
-    NativeScaler: Callable[..., Any],  # noqa: N803
-    create_supervised_trainer: Callable[..., Any],
-    state: dict[str, Any],
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-) -> None:
-    """Put the scaler where a framework has its own."""
-    trainer.accelerator.scaler = GradScaler("cuda", policy="dynamic")
-    accelerator.scaler = scaler = GradScaler("cuda", policy="dynamic")  # before prepare
-    if accelerator.sync_gradients and scaler.last_step.applied:
-        scheduler.step()
-    accelerator.scaler = GradScaler("cuda", half_gradients=True)
-    plugin = MixedPrecision("16-mixed", "cuda", GradScaler("cuda", policy="dynamic"))
-    scaler = GradScaler("cuda", policy="dynamic")
-    create_supervised_trainer(
-        plugin,
-        scaler=scaler,
-    )
-    engine.scaler = scaler
-    wrapper.loss_scaler = GradScaler("cuda", policy="dynamic")  # and pass it to the Runner
-    state |= {"scheduler": scheduler, "scaler": scaler}
-
-
-def use_timm(
-    NativeScaler: Callable[..., Any],  # noqa: N803
-    typed: HasScaler,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Tensor,
-) -> None:
-    """Train with timm."""
-    loss_scaler = NativeScaler(device="cuda")
-    loss_scaler._scaler = GradScaler("cuda", policy="dynamic")
-    loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
-    if loss_scaler._scaler.last_step.applied:
-        model.train()
-    if typed._scaler.last_step.applied:
-        model.train()
-
-
-def use_fsdp(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, loss: Tensor) -> None:
-    """Train with FSDP2."""
-    scaler = GradScaler("cuda", growth_interval=400)
+def distribute(optimizer: torch.optim.Optimizer, loss: Tensor, device: torch.device) -> Tensor:
+    """Train a stage of a pipeline, as on the page of trainers."""
+    scaler = GradScaler(device.type, growth_interval=400, half_gradients=True, norm_group=dist.group.WORLD)
+    scaler.place_on(device)
     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     norm = scaler.unscale_and_clip_(optimizer, max_norm=1.0)
-    assert_type(norm, Tensor)
     scaler.step(optimizer)
-    if scaler.update().applied:
-        scheduler.step()
-
-
-def train_two(
-    scaler: GradScaler,
-    generator: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    critic_optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    loss: Tensor,
-) -> None:
-    """Train two networks with one scaler."""
-    scaler.step(critic_optimizer)
-    scaler.scale(loss).backward(inputs=list(generator.parameters()))  # type: ignore[no-untyped-call]
-    scaler.step(optimizer)
-    info = scaler.update()
-    for each, schedule in (critic_optimizer, scheduler), (optimizer, scheduler):
-        if info.applied_of(each):
-            schedule.step()
-
-
-def use_a_pipeline(
-    device: torch.device, loss_fn: Callable[[Tensor, Tensor], Tensor], out: Tensor, optimizer: torch.optim.Optimizer
-) -> None:
-    """Train the stages of a pipeline, and average gradients by hand."""
-    scaler = GradScaler(device.type, norm_group=dist.group.WORLD)
-    scaler.place_on(device)
-    scaled_loss = lambda out, y: scaler.scale(loss_fn(out, y))  # noqa: E731  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType, reportUnknownVariableType]
-    scaled_loss(out, out)  # type: ignore[no-untyped-call]
-    scaler.unscale_and_clip_(optimizer, max_norm=1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert_type(all_finite([out], process_group=dist.group.WORLD), Tensor)
-
-
-class Float16Engine:
-    """An engine of verl, and torchtitan's container of optimizers."""
-
-    scaler: GradScaler
-    optimizer: torch.optim.Optimizer
-
-    def optimizer_step(self, max_norm: float) -> float:
-        """Take a step."""
-        grad_norm = self.scaler.unscale_and_clip_(self.optimizer, max_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return grad_norm.item()
-
-    def lr_scheduler_step(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Follow applied steps."""
-        if self.scaler.last_step.applied:
-            scheduler.step()
-
-    def step_container(self, optimizers: torch.optim.Optimizer) -> None:
-        """Take a step with several optimizers in one."""
-        scaler = GradScaler("cuda")
-        grad_norm = scaler.unscale_and_clip_(optimizers, max_norm=1.0)
-        assert_type(grad_norm, Tensor)
-        scaler.step(optimizers)
-
-
-class Trainer:
-    """A trainer that takes any scaler."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
-        self.optimizer = optimizer
-        self.scaler = torch.amp.GradScaler("cuda") if scaler is None else scaler
-
-    def step(self) -> Any:
-        """Return whether the step was applied."""
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        info = self.scaler.update()
-        if info is None:  # torch's scaler
-            return self.scaler.get_scale() >= scale
-        return info.applied
+    counts = scaler.metrics()
+    print(norm.item(), counts["skipped_steps"] / max(counts["steps"], 1))
+    return assert_type(all_finite([loss], process_group=dist.group.WORLD), Tensor)
 
 
 def report(model: torch.nn.Module, loop: Callable[[GradScaler], Any], loss: Tensor) -> list[str]:
