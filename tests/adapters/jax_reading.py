@@ -1,12 +1,28 @@
-"""What the host reads of JAX: the bits of a tree, and whether it waits; a CPU's transfer guard detects nothing."""
+"""What tests of JAX share: a step in both ways, the bits of a tree, and whether the host reads an array."""
 
 import contextlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
 READERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__", "item", "tolist")
+"""The methods by which the host reads an array; a CPU's transfer guard detects nothing."""
+WAYS = ("apply_gradients", "update")
+
+
+def step_of(optimizer, way):
+    """Return a step by `apply_gradients`, or by `update` and `optax.apply_updates`."""
+
+    def step(params, opt_state, grads):
+        if way == "apply_gradients":
+            return optimizer.apply_gradients(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
 
 
 def bits(tree):
@@ -15,13 +31,23 @@ def bits(tree):
 
 
 @contextlib.contextmanager
-def reading_refused(monkeypatch):
-    """Raise an error if Python makes a number or a NumPy array of a JAX array."""
+def reads_told(tell):
+    """Call `tell` each time that Python makes a number or a NumPy array of a JAX array."""
+    kind = type(jnp.ones(()))
 
-    def refuse(self, *args, **kwargs):
-        raise AssertionError("the host read an array")
+    def telling(reader):
+        def read(self, *args, **kwargs):
+            tell()
+            return reader(self, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
         for name in READERS:
-            patch.setattr(type(jnp.ones(())), name, refuse)
+            patch.setattr(kind, name, telling(getattr(kind, name)))
         yield
+
+
+def refuse():
+    """Raise an error in place of a read."""
+    raise AssertionError("the host read an array")

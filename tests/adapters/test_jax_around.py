@@ -10,10 +10,10 @@ import optax
 import optax.contrib
 import pytest
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, state_to_dict
 from lossscale_core.errors import ScaleStateError
-from lossscale_jax import get_scale_state, loss_scaled
-from tests.adapters.jax_reading import bits
+from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
+from tests.adapters.jax_reading import bits, step_of
 
 SCALE = 2.0**10
 POLICY = DynamicScaling(init_scale=SCALE)
@@ -46,9 +46,15 @@ def _after(transformation):
     return lambda inner: optax.chain(inner, transformation)
 
 
+def _in_a_chain(inner):
+    return optax.chain(optax.identity(), optax.apply_if_finite(optax.chain(inner), 5))
+
+
 def _refused(optimizer, params):
-    with pytest.raises(ScaleStateError, match="wraps loss_scaled"):
-        get_scale_state(optimizer.init(params))
+    opt_state = optimizer.init(params)
+    for read in (get_scale_state, lambda state: load_scale_state(state, state_to_dict(POLICY.init_state()), POLICY)):
+        with pytest.raises(ScaleStateError, match=r"wraps loss_scaled and drops overflows before .*; put it inside"):
+            read(opt_state)
 
 
 def _clips_scaled_gradients(optimizer, params):
@@ -83,7 +89,10 @@ def _counts_a_skip(optimizer, params):
 
 
 ROWS = {
-    "`optax.apply_if_finite`": [(lambda inner: optax.apply_if_finite(inner, 5), _refused)],
+    "`optax.apply_if_finite`": [
+        (lambda inner: optax.apply_if_finite(inner, 5), _refused),
+        (_in_a_chain, _refused),
+    ],
     "`optax.MultiSteps(..., should_skip_update_fn=optax.skip_not_finite)`, or `skip_large_updates`": [
         (_multi_steps(optax.skip_not_finite), _refused),
         (_multi_steps(_large), _refused),
@@ -132,7 +141,7 @@ def test_lookahead_inside_with_accumulation(skip):
     """A window of two equal micro-batches is one step; a bad one leaves all as it was."""
     optimizer = loss_scaled(_lookahead(SGD), POLICY, accumulation_steps=2, skip=skip)
     params = _params_of(_lookahead)
-    step = jax.jit(lambda params, opt_state, grads: optimizer.apply_gradients(grads, opt_state, params))
+    step = jax.jit(step_of(optimizer, "apply_gradients"))
     plain = _lookahead(SGD)
     expected, _ = plain.update(GRADS, plain.init(params), params)
     first = step(params, optimizer.init(params), _times(GRADS, SCALE))
@@ -141,21 +150,16 @@ def test_lookahead_inside_with_accumulation(skip):
     jax.tree.map(np.testing.assert_allclose, stepped[0], optax.apply_updates(params, expected))
     skipped = step(*step(*stepped, _times(GRADS, jnp.inf)), _times(GRADS, SCALE))
     assert bits((skipped[0], skipped[1].inner_state)) == bits((stepped[0], stepped[1].inner_state))
+    with pytest.raises(ValueError, match="the gradients lack"):  # they are those of the fast parameters
+        step(params, optimizer.init(params), params)
 
 
-@pytest.mark.parametrize("method", ["update", "apply_gradients"])
+@pytest.mark.parametrize(("method", "skip"), [("update", "cond"), ("update", "select"), ("apply_gradients", "cond")])
 @pytest.mark.parametrize(("row", "wrap", "check"), EACH)
-def test_inside(row, wrap, check, method):
-    """A step is that of the wrapped optimizer alone, and a skipped step changes nothing."""
-    plain, optimizer, params = wrap(SGD), loss_scaled(wrap(SGD), POLICY), _params_of(wrap)
-
-    @jax.jit
-    def step(params, opt_state, grads):
-        if method == "apply_gradients":
-            return optimizer.apply_gradients(grads, opt_state, params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+def test_inside(row, wrap, check, method, skip):
+    """A step is that of the wrapped optimizer alone, and a skipped step changes nothing, down to the signs of zeros."""
+    plain, optimizer, params = wrap(SGD), loss_scaled(wrap(SGD), POLICY, skip=skip), _params_of(wrap)
+    step = jax.jit(step_of(optimizer, method))
     expected, _ = plain.update(GRADS, plain.init(params), params)
     stepped = step(params, optimizer.init(params), _times(GRADS, SCALE))
     jax.tree.map(np.testing.assert_allclose, stepped[0], optax.apply_updates(params, expected))

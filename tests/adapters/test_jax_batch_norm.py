@@ -11,7 +11,6 @@ from flax import nnx
 from lossscale_core import DynamicScaling, step_info
 from lossscale_jax import get_scale_state, loss_scaled, scale, select
 from lossscale_jax.testing import check_train_step
-from tests.adapters.jax_reading import bits
 from tests.adapters.pages import code_of
 
 POLICY = DynamicScaling(init_scale=2.0**10)
@@ -64,31 +63,14 @@ def _documented(modules, batch):
     nnx.update(network, select(applied, new, old))
 
 
-def _poisoned(batch):
-    images, labels = batch
-    return np.concatenate([np.full_like(images[:1], np.inf), images[1:]]), labels
-
-
-def _split(step):
-    """Return a step over what `nnx.split` returns."""
+def _functional(step, split, merge):
+    """Return a step over what `split` makes of the modules."""
 
     @jax.jit
     def functional(state, batch):
-        modules = nnx.merge(*state)
+        modules = merge(state)
         step(modules, batch)
-        return nnx.split(modules)
-
-    return functional
-
-
-def _pure(step, graph):
-    """Return a step over the arrays in plain dicts."""
-
-    @jax.jit
-    def functional(state, batch):
-        modules = nnx.merge(graph, state)
-        step(modules, batch)
-        return nnx.to_pure_dict(nnx.state(modules))
+        return split(modules)
 
     return functional
 
@@ -142,18 +124,15 @@ def test_a_module_and_an_optimizer_state_are_checked():
 
 def test_split_modules_are_checked():
     """What `nnx.split` and `nnx.to_pure_dict` return is named alike, but for the brackets of dicts."""
-    for step, fails in [(_documented, False), (_naive, True)]:
-        graph, state = nnx.split(_modules())
-        runs = [
-            (_split(step), (graph, state), "[1][1].step", r"\[1\]\[0\]\.bn\.mean changed"),
-            (_pure(step, graph), nnx.to_pure_dict(state), "[1]['step']", r"\[0\]\['bn'\]\['mean'\] changed"),
-        ]
-        for functional, start, count, message in runs:
-            if fails:
-                with pytest.raises(AssertionError, match=message):
-                    check_train_step(functional, start, BATCHES, may_move=[count])
-            else:
-                check_train_step(functional, start, BATCHES, may_move=[count])
+    graph, _ = nnx.split(_modules())
+    pure = lambda modules: nnx.to_pure_dict(nnx.state(modules))  # noqa: E731
+    for split, merge, count, message in [
+        (nnx.split, lambda state: nnx.merge(*state), "[1][1].step", r"\[1\]\[0\]\.bn\.mean changed"),
+        (pure, lambda state: nnx.merge(graph, state), "[1]['step']", r"\[0\]\['bn'\]\['mean'\] changed"),
+    ]:
+        check_train_step(_functional(_documented, split, merge), split(_modules()), BATCHES, may_move=[count])
+        with pytest.raises(AssertionError, match=message):
+            check_train_step(_functional(_naive, split, merge), split(_modules()), BATCHES, may_move=[count])
 
 
 class Equinox(eqx.Module):
@@ -184,11 +163,8 @@ def _equinox(follow):
 
 
 def test_the_state_of_equinox_is_kept():
-    """An infinite image moves nothing of it; the check passes the step, and names the state of one that forgets it."""
+    """The check passes the documented step, and names the state of one that forgets it."""
     step, start = _equinox(select)
-    training = step(start, BATCHES[0])
-    after = step(training, _poisoned(BATCHES[1]))
-    assert bits(eqx.filter(after[:2], eqx.is_array)) == bits(eqx.filter(training[:2], eqx.is_array))
     check_train_step(step, start, BATCHES)
     forgetful, start = _equinox(lambda applied, new, old: new)
     with pytest.raises(AssertionError, match=r"step 0 was to be skipped, but \[1\]\[<flat index 0>\]"):

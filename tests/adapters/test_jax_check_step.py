@@ -1,5 +1,7 @@
 """`check_train_step` passes steps that follow loss scaling, and names what the others move on a skipped step."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,21 +81,6 @@ def test_an_average_and_a_count_outside_of_the_select():
         check_train_step(step, _start(), BATCHES, may_move=["[4]"])
 
 
-def test_gradients_that_are_clipped_before_they_are_unscaled():
-    """Then the loss scale makes a difference."""
-    optimizer = loss_scaled(optax.sgd(0.1), POLICY)
-
-    def step(state, batch):
-        params, opt_state = state
-        grads = _scaled_grads(params, get_scale_state(opt_state), batch)
-        grads, _ = optax.clip_by_global_norm(0.1).update(grads, optax.EmptyState())
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    with pytest.raises(AssertionError, match=r"at step 1 a loss scale of 1 and one of 2\*\*10 gave different results"):
-        check_train_step(jax.jit(step), (PARAMS, optimizer.init(PARAMS)), BATCHES)
-
-
 def test_an_overflow_that_the_policy_never_receives():
     """The scale would never fall."""
 
@@ -125,65 +112,66 @@ def test_a_window_of_micro_batches(drop):
             check_train_step(jax.jit(micro_step), start, BATCHES)
 
 
-def _changed(change, optimizer=OPTIMIZER, factor=None):
-    """Return a step that changes scaled gradients, or those of a loss that another factor multiplies."""
-
-    def step(state, batch):
-        params, opt_state = state
-        by = get_scale_state(opt_state) if factor is None else init_state(factor)
-        return optimizer.apply_gradients(change(_scaled_grads(params, by, batch)), opt_state, params)
-
-    return step
-
-
-INNERS = [optax.sgd(0.1), optax.adam(0.1)]
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 0.1}], ids=["plain", "clipped"])
-@pytest.mark.parametrize("inner", INNERS, ids=["sgd", "adam"])
-def test_a_loss_that_is_not_scaled(inner, settings):
-    """The message says to scale it: not to select what moved, nor to pass a step to the policy, which is done."""
-    optimizer = loss_scaled(inner, POLICY, **settings)
-    start = PARAMS, optimizer.init(PARAMS)
-    with pytest.raises(AssertionError, match=r"do not grow with the loss scale: differentiate scale\(loss, state\)"):
-        check_train_step(jax.jit(_changed(lambda grads: grads, optimizer, factor=1.0)), start, BATCHES)
-    check_train_step(jax.jit(_changed(lambda grads: grads, optimizer)), start, BATCHES)
-
-
-@pytest.mark.parametrize("inner", INNERS, ids=["sgd", "adam"])
-@pytest.mark.parametrize(
-    "change",
-    [lambda grads: jax.tree.map(jnp.nan_to_num, grads), lambda grads: jax.tree.map(jnp.zeros_like, grads)],
-    ids=["nan_to_num", "zeros"],
-)
-def test_an_overflow_that_is_made_finite(change, inner):
-    """The gradients grow with the scale, and so the loss is scaled."""
-    optimizer = loss_scaled(inner, POLICY)
-    with pytest.raises(AssertionError, match="makes the overflow finite before it is checked, such as nan_to_num"):
-        check_train_step(jax.jit(_changed(change, optimizer)), (PARAMS, optimizer.init(PARAMS)), BATCHES)
-
-
 def test_numpy_parameters_in_float64_pass():
     """Without x64, where the step returns float32 arrays."""
     params = {name: np.asarray(leaf, np.float64) for name, leaf in PARAMS.items()}
     check_train_step(_with_optimizer, (params, OPTIMIZER.init(params)), BATCHES)
 
 
-@pytest.mark.parametrize("inner", INNERS, ids=["sgd", "adam"])
-def test_decay_that_is_added_to_scaled_gradients(inner):
-    """It is divided by the loss scale, and so has almost no effect in training."""
-    optimizer = loss_scaled(inner, POLICY)
+def _mapped(function):
+    return lambda params, state, batch: jax.tree.map(function, _scaled_grads(params, state, batch))
 
-    def step(state, batch, decay=1e-3):
+
+def _clipped(params, state, batch):
+    return optax.clip_by_global_norm(0.1).update(_scaled_grads(params, state, batch), optax.EmptyState())[0]
+
+
+def _decayed(params, state, batch):
+    return jax.tree.map(lambda grad, param: grad + 1e-3 * param, _scaled_grads(params, state, batch), params)
+
+
+OPTIMIZERS = {
+    "sgd": loss_scaled(optax.sgd(0.1), POLICY),
+    "adam": loss_scaled(ADAM, POLICY),
+    "clipping": loss_scaled(optax.sgd(0.1), POLICY, max_norm=0.1),
+}
+UNSCALED = r"do not grow with the loss scale: differentiate scale\(loss, state\)"
+HIDDEN = "makes the overflow finite before it is checked, such as nan_to_num"
+DECAYED = r"at step 1 a loss scale of 1 and one of 2\*\*-20 gave different results: \[.*\['w'\] differs"
+CHANGED = {
+    "nothing": (_scaled_grads, None, OPTIMIZERS),
+    "a loss that is not scaled": (lambda params, state, batch: jax.grad(_loss)(params, batch), UNSCALED, OPTIMIZERS),
+    "nan_to_num": (_mapped(jnp.nan_to_num), HIDDEN, OPTIMIZERS),
+    "zeros": (_mapped(jnp.zeros_like), HIDDEN, OPTIMIZERS),
+    "clipped": (_clipped, r"at step 1 a loss scale of 1 and one of 2\*\*10 gave different results", ["sgd"]),
+    "decay": (_decayed, DECAYED, OPTIMIZERS),
+}
+
+
+@pytest.mark.parametrize(("what", "name"), [(what, name) for what, row in CHANGED.items() for name in row[2]])
+def test_scaled_gradients_that_are_changed(what, name):
+    """The message says what to do: not to select what moved, nor to pass a step to the policy, which is done."""
+    grads_of, message, _ = CHANGED[what]
+    optimizer = OPTIMIZERS[name]
+
+    def step(state, batch):
         params, opt_state = state
-        grads = _scaled_grads(params, get_scale_state(opt_state), batch)
-        grads = jax.tree.map(lambda grad, param: grad + decay * param, grads, params)
-        return optimizer.apply_gradients(grads, opt_state, params)
+        return optimizer.apply_gradients(grads_of(params, get_scale_state(opt_state), batch), opt_state, params)
 
-    start = PARAMS, optimizer.init(PARAMS)
-    with pytest.raises(AssertionError, match=r"at step 1 .* gave different results: \[.*\['w'\] differs"):
+    with pytest.raises(AssertionError, match=message) if message else contextlib.nullcontext():
+        check_train_step(jax.jit(step), (PARAMS, optimizer.init(PARAMS)), BATCHES)
+
+
+def test_a_loss_scale_without_a_count_is_an_ordinary_value():
+    """As what a step keeps for a log: it must not follow a step that is skipped."""
+
+    def step(state, batch):
+        (params, opt_state), _ = _with_optimizer((state["params"], state["opt_state"]), batch)
+        return {"params": params, "opt_state": opt_state, "loss_scale": get_scale_state(opt_state).loss_scale}
+
+    start = {"params": PARAMS, "opt_state": OPTIMIZER.init(PARAMS), "loss_scale": jnp.float32(1.0)}
+    with pytest.raises(AssertionError, match=r"step 0 was to be skipped, but \['loss_scale'\] went from 1.0 to inf"):
         check_train_step(jax.jit(step), start, BATCHES)
-    check_train_step(jax.jit(lambda state, batch: step(state, batch, 0.0)), start, BATCHES)
 
 
 def test_what_cannot_be_checked_is_refused():

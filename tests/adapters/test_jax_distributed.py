@@ -1,5 +1,6 @@
 """An overflow on one of eight devices skips on all of them, over 200 steps of random overflows."""
 
+import contextlib
 import functools
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lossscale_core import DynamicScaling
 from lossscale_core.testing import simulate
 from lossscale_jax import all_finite, get_scale_state, init_state, loss_scaled, scale, select, value_and_grad
+from tests.adapters.jax_reading import WAYS, step_of
 from tests.jax_names import reshard, vary
 
 STEPS = 200
@@ -105,16 +107,20 @@ def test_shard_map_with_value_and_grad(check_vma):
     _assert_close(params, _single_device_run()[0])
 
 
-def test_shard_map_with_gradients_of_ones_own():
-    """`axis_name` combines the flag while the optimizer inside reduces the gradients itself."""
-    optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data")
+@pytest.mark.parametrize(("way", "skip"), [("apply_gradients", "cond"), ("update", "cond"), ("update", "select")])
+def test_shard_map_with_gradients_of_ones_own(way, skip):
+    """`axis_name` combines the flag while the optimizer inside reduces the gradients itself.
+
+    Its updates no longer vary where the gradients do.
+    """
+    optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data", skip=skip)
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
     def step(params, opt_state, images):
         own = vary(params, "data")
         grads = jax.grad(lambda params: scale(_loss(params, images), get_scale_state(opt_state)))(own)
-        return optimizer.apply_gradients(grads, opt_state, params)
+        return step_of(optimizer, way)(params, opt_state, grads)
 
     params, opt_state = _run(step, _params(), optimizer.init(_params()))
     _check_replicated((params, opt_state))
@@ -122,9 +128,9 @@ def test_shard_map_with_gradients_of_ones_own():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("in_one", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("max_norm", [None, 1e3])
-def test_sharded_jit(axis_type, in_one, max_norm):
+def test_sharded_jit(axis_type, way, max_norm):
     """Arrays sharded over a mesh, data and parameters both, need no axis name: their reductions are global."""
     mesh = _mesh(axis_type)
     optimizer = loss_scaled(ADAM, POLICY, max_norm=max_norm)
@@ -136,10 +142,7 @@ def test_sharded_jit(axis_type, in_one, max_norm):
         whole = lambda p: reshard(p, P()) if axis_type is AxisType.Explicit else p  # noqa: E731
         gathered = functools.partial(jax.tree.map, whole)
         grads = jax.grad(lambda params: scale(_loss(gathered(params), images), get_scale_state(opt_state)))(params)
-        if in_one:
-            return optimizer.apply_gradients(grads, opt_state, params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return step_of(optimizer, way)(params, opt_state, grads)
 
     with jax.set_mesh(mesh):
         params = jax.tree.map(place, _params())
@@ -152,73 +155,44 @@ def test_sharded_jit(axis_type, in_one, max_norm):
 def test_parameters_sharded_inside_shard_map():
     """Each device owns a row of the weights: its gradients are final, and only the flag must be shared."""
     optimizer = loss_scaled(ADAM, POLICY, axis_name="data")
-    mesh = _mesh()
-    state_specs = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), optimizer.init(jnp.ones((8, 8))))
+    start = jnp.ones((8, 8))
+    state_specs = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), optimizer.init(start))
+    specs = P("data"), state_specs
 
     @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("data"), state_specs, P("data")), out_specs=(P("data"), state_specs)
-    )
+    @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(*specs, P("data")), out_specs=specs)
     def step(rows, opt_state, inputs):
         grads = jax.grad(lambda rows: scale(jnp.sum((rows - inputs) ** 2), get_scale_state(opt_state)))(rows)
         return optimizer.apply_gradients(grads, opt_state, rows)
 
-    rows, opt_state = jnp.ones((8, 8)), optimizer.init(jnp.ones((8, 8)))
-    for n, victim in enumerate(VICTIMS):
-        before = np.asarray(rows)
-        rows, opt_state = step(rows, opt_state, _batch(victim)[::2])
-        assert get_scale_state(opt_state).loss_scale == EXPECTED.loss_scale_after[n]
-        assert np.array_equal(before, rows) == (victim < DEVICES)
-
-
-@pytest.mark.parametrize("skip", ["cond", "select"])
-@pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.sgd(1.0, 0.9)], ids=["sgd", "momentum"])
-def test_update_with_an_optimizer_that_reduces(inner, skip):
-    """Its updates no longer vary where the gradients do; one device's overflow skips the step on all."""
-    optimizer = loss_scaled(optax.chain(MEAN, inner), POLICY, axis_name="data", skip=skip)
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
-    def step(params, opt_state, targets):
-        updates, opt_state = optimizer.update(targets * POLICY.init_scale, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = jnp.zeros(1), optimizer.init(jnp.zeros(1))
-    targets = jnp.arange(float(DEVICES))
-    stepped = step(params, opt_state, targets)
-    assert stepped[0] == -targets.mean()
-    skipped = step(*stepped, targets.at[3].set(jnp.inf))
-    assert skipped[0] == stepped[0]
-    jax.tree.map(np.testing.assert_array_equal, skipped[1].inner_state, stepped[1].inner_state)
+    _run(step, start, optimizer.init(start), lambda images: images[::2])
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
-def test_one_compilation_serves_a_sharded_run(settings):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_one_compilation_serves_a_sharded_run(settings, axis_type):
     """The state before the first step lies where a step leaves it, what the wrapped optimizer keeps included."""
-    mesh = _mesh()
-    params = {
-        "rows": jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data"))),
-        "all": jax.device_put(jnp.ones(3), NamedSharding(mesh, P())),
-    }
-    optimizer = loss_scaled(ADAM, POLICY, **settings)
-    opt_state = optimizer.init(params)
-    step = jax.jit(optimizer.apply_gradients, donate_argnums=(1, 2))
-    for _ in range(3):
-        params, opt_state = step(jax.tree.map(jnp.ones_like, params), opt_state, params)
+    mesh = _mesh(axis_type)
+    is_explicit = axis_type is AxisType.Explicit
+    named = [None] if is_explicit else []  # there, the specs that a step returns name every dimension
+    shardings = {"rows": NamedSharding(mesh, P("data", *named)), "all": NamedSharding(mesh, P(*named))}
+    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
+        params = jax.device_put({"rows": jnp.ones((8, 4)), "all": jnp.ones(3)}, shardings)
+        optimizer = loss_scaled(ADAM, POLICY, **settings)
+        opt_state = optimizer.init(params)
+        step = jax.jit(optimizer.apply_gradients, donate_argnums=(1, 2))
+        for _ in range(3):
+            params, opt_state = step(jax.tree.map(jnp.ones_like, params), opt_state, params)
     assert step._cache_size() == 1
     assert get_scale_state(opt_state).loss_scale.sharding == NamedSharding(mesh, P())
 
 
-def test_one_compilation_serves_a_run_on_a_mesh_of_explicit_axes():
-    """Where the specs of the parameters name every dimension, as those that a step returns do."""
-    mesh = _mesh(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", None)))
-        optimizer = loss_scaled(ADAM, POLICY)
-        opt_state, step = optimizer.init(params), jax.jit(optimizer.apply_gradients)
-        for _ in range(3):
-            params, opt_state = step(jnp.ones_like(params), opt_state, params)
-    assert step._cache_size() == 1
+def test_parameters_on_several_meshes_leave_the_state_where_it_is():
+    """No mesh is that of all of them."""
+    meshes = [jax.sharding.Mesh(jax.devices()[n : n + 4], "data") for n in (0, 4)]
+    params = [jax.device_put(jnp.ones(4), NamedSharding(mesh, P("data"))) for mesh in meshes]
+    state = loss_scaled(ADAM, POLICY).init(params).scale_state
+    assert state.loss_scale.devices() == {jax.devices()[0]}
 
 
 def test_all_finite_over_axes():

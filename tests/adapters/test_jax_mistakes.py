@@ -12,7 +12,7 @@ import optax.contrib
 import pytest
 from flax.training.train_state import TrainState
 
-from lossscale_core import DynamicScaling, ScaleWatch, SpikeGuard, diagnose
+from lossscale_core import DynamicScaling, ScaleWatch, SpikeGuard, diagnose, state_to_dict
 from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, value_and_grad
@@ -54,7 +54,7 @@ def test_what_a_function_must_return(fun, options, message):
 def test_values_that_are_not_there_yet():
     """A state or a flag has no value while a step is compiled; the error says where to read it."""
     readers = [lambda state: diagnose(POLICY, state), lambda state: ScaleWatch().log(POLICY, state)]
-    for read in (*readers, lambda state: check_overflow_streak(POLICY, state)):
+    for read in (*readers, state_to_dict, lambda state: check_overflow_streak(POLICY, state)):
         with pytest.raises(TypeError, match=r"^the state is traced, .* call this outside of it, with the state"):
             jax.jit(read)(init_state(POLICY))
     with pytest.raises(
@@ -118,12 +118,6 @@ def test_an_optimizer_that_sums_the_gradients_of_samples(compiled):
     assert int(get_scale_state(state).skipped_steps) == 1
 
 
-def test_a_misspelt_setting_is_named():
-    """With the nearest one."""
-    with pytest.raises(TypeError, match="'max_nrm' is not an argument of loss_scaled; did you mean 'max_norm'"):
-        loss_scaled(optax.adam(0.1), POLICY, max_nrm=1.0)
-
-
 # -- mistakes that would be silent -------------------------------------------------------------------------------------
 
 HALVES = {"weight": jnp.ones(3, jnp.float16)}
@@ -148,23 +142,14 @@ INITS = {
 }
 
 
-@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.adamw(0.1), optax.rmsprop(0.1, eps=1e-9)])
-def test_an_eps_that_is_zero_in_float16(inner):
-    """The first gradient of zero would make the parameters NaN for good."""
-    refused = loss_scaled(inner, POLICY, keep_dtypes=True)
-    for init in INITS.values():
-        with pytest.raises(PolicyError, match=NAN_OF_ZERO):
-            init(refused, HALVES)
-        init(refused, {"weight": jnp.ones(3, jnp.bfloat16)})
-        init(loss_scaled(inner, POLICY), HALVES)
-
-
 DEEP = {"matrix": jnp.ones((256, 256), jnp.float16), "vector": jnp.ones(3, jnp.float16), "wide": jnp.ones(3)}
 
 
 @pytest.mark.parametrize(
     ("inner", "params"),
     [
+        (ADAM, HALVES),
+        (optax.rmsprop(0.1, eps=1e-9), HALVES),
         (optax.radam(0.1), HALVES),  # divides by the second moment from its sixth step on
         (optax.adafactor(0.1, eps=0.0, clipping_threshold=None, momentum=None), DEEP),  # where it factors
         (optax.partition({"a": optax.sgd(0.1), "b": ADAM}, {"matrix": "a", "vector": "b", "wide": "a"}), DEEP),
@@ -172,13 +157,16 @@ DEEP = {"matrix": jnp.ones((256, 256), jnp.float16), "vector": jnp.ones(3, jnp.f
         (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), HALVES),
         (ADAM, jnp.ones((), jnp.float16)),
     ],
-    ids=["sixth step", "factored", "one group", "mask", "injected", "scalar"],
+    ids=["adam", "rmsprop", "sixth step", "factored", "one group", "mask", "injected", "scalar"],
 )
-def test_where_an_eps_is_zero_in_float16(inner, params):
-    """In a later step, in a large leaf, in one group of parameters: eagerly and compiled."""
+def test_an_eps_that_is_zero_in_float16(inner, params):
+    """The first gradient of zero would make the parameters NaN for good: also in a later step, or in one group."""
+    refused = loss_scaled(inner, POLICY, keep_dtypes=True)
     for init in INITS.values():
         with pytest.raises(PolicyError, match=NAN_OF_ZERO):
-            init(loss_scaled(inner, POLICY, keep_dtypes=True), params)
+            init(refused, params)
+        init(refused, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
+        init(loss_scaled(inner, POLICY), params)
 
 
 @pytest.mark.parametrize("made", [optax.adam(0.1, eps=1e-4), optax.adafactor(0.1, eps=1e-2)], ids=["adam", "adafactor"])
@@ -268,21 +256,91 @@ def test_a_wrapped_optimizer_may_keep_a_list():
     assert optimizer.apply_gradients(PARAMS, optimizer.init(PARAMS), PARAMS)[1].inner_state == [0]
 
 
+MASKS = [{"weight": is_first, "bias": not is_first} for is_first in (True, False)]
+MADE = {
+    name: loss_scaled(optax.sgd(0.1), POLICY, **settings)
+    for name, settings in {"plain": {}, "window": {"accumulation_steps": 2}, "guard": {"guard": SpikeGuard()}}.items()
+}
+TWICE = loss_scaled(optax.chain(OPTIMIZER), POLICY)
+SEVERAL = optax.chain(*(optax.masked(OPTIMIZER, mask) for mask in MASKS))
+WITHOUT = "made without accumulation and without a guard"
+
+
+def _step_of(optimizer, state_of):
+    return lambda: MADE[optimizer].update(PARAMS, MADE[state_of].init(PARAMS), PARAMS)
+
+
+def _step_with_a_scale_state():
+    OPTIMIZER.update(PARAMS, STATE, PARAMS)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: scale(1.0, OPTIMIZER.init(PARAMS)), TypeError, r"is not a state.*with its scale_state"),
         (lambda: value_and_grad(sum)(PARAMS, STATE), TypeError, r"is not a state.*call value_and_grad\(fun\)\(state"),
         (lambda: loss_scaled("dynamic", optax.sgd(0.1)), TypeError, "inner='dynamic' .*and the policy after it"),
-        (lambda: get_scale_state(PARAMS), ScaleStateError, r"the optimizer state \(dict\) holds no scale state"),
+        (
+            lambda: get_scale_state(PARAMS),
+            ScaleStateError,
+            r"the optimizer state \(dict\) holds no scale state; wrap the optimizer in loss_scaled, or merge what",
+        ),
+        (
+            lambda: get_scale_state(SEVERAL.init(PARAMS)),
+            ScaleStateError,
+            r"2 scale states, at \[0\].*, \[1\].*; pass the part that you mean",
+        ),
         (lambda: OPTIMIZER.update(OPTIMIZER.init(PARAMS), PARAMS), ScaleStateError, "dict .*after the gradients"),
+        (_step_with_a_scale_state, ScaleStateError, "ScaleState is not a state of loss_scaled; pass what its init"),
+        (_step_of("window", "plain"), PolicyError, f"accumulation_steps=2 and guard=None do not .* {WITHOUT}; make"),
+        (_step_of("guard", "plain"), PolicyError, f"do not fit a state {WITHOUT}; make .* take what is missing from a"),
+        (_step_of("plain", "window"), PolicyError, "made with accumulation and without a guard"),
+        (_step_of("plain", "guard"), PolicyError, "guard=None do not fit .* with a guard"),
+        (lambda: TWICE.init(PARAMS), PolicyError, "inner is loss-scaled already; wrap the optimizer once"),
     ],
-    ids=["optimizer state", "state second", "inner second", "parameters", "update swapped"],
 )
-def test_an_argument_in_the_wrong_place(call, error, message):
+def test_an_argument_that_does_not_fit(call, error, message):
     """One sentence says what was given, and how the call goes."""
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"max_norm": float("nan")}, PolicyError, "max_norm=nan must be a number from 0"),
+        *(
+            ({**each, "axis_name": "data"}, PolicyError, "reduce the gradients over the axis first and leave axis_name")
+            for each in ({"max_norm": 1.0}, {"accumulation_steps": 2})
+        ),
+        (
+            {"accumulation_steps": 0},
+            PolicyError,
+            r"accumulation_steps=0 must be a whole number from 1 to .*; pass 1, or leave it out",
+        ),
+        ({"keep_dtypes": "float16"}, PolicyError, "keep_dtypes=.float16. must be True or False"),
+        ({"skip": True}, PolicyError, "skip=True must be 'cond' or 'select'"),
+        (
+            {"drop": "batch"},
+            PolicyError,
+            "drop='batch' must be 'window' or 'micro_batch'; leave it out for the default",
+        ),
+        ({"guard": 8.0}, PolicyError, r"guard=8\.0 must be a SpikeGuard"),
+        # a name that is misspelt, or another tool's
+        ({"max_nrm": 1.0}, TypeError, "'max_nrm' is not an argument of loss_scaled; did you mean 'max_norm'"),
+        ({"clip_norm": 1.0}, TypeError, "'clip_norm' is called max_norm in loss_scaled; write max_norm=1.0"),
+        (
+            {"scale_window": 9},
+            TypeError,
+            r"scale_window is a setting of a policy; .*DynamicScaling\(growth_interval=9\)",
+        ),
+        ({"every_k_schedule": 4}, TypeError, "'every_k_schedule' is called accumulation_steps in loss_scaled"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, error, message):
+    """Each is refused before anything is lost, with the name or the value that is right."""
+    with pytest.raises(error, match=message):
+        loss_scaled(optax.sgd(0.1), POLICY, **settings)
 
 
 @pytest.mark.parametrize("missing", ["jax", "optax"])

@@ -1,16 +1,14 @@
 """The recipes of docs/logging.md, run unchanged with the real loggers; then their files are read."""
 
-import contextlib
 import csv
 import functools
 import gc
+import itertools
 import math
 import re
 import struct
-import sys
-from collections.abc import Callable
+import traceback
 from pathlib import Path
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import keras
@@ -29,7 +27,7 @@ from lossscale_core.testing import simulate
 from lossscale_jax import loss_scaled
 from lossscale_tf import LossScaleOptimizer
 from lossscale_torch import GradScaler
-from tests.adapters.jax_reading import READERS
+from tests.adapters.jax_reading import reads_told
 
 pytestmark = pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
 PAGE = Path(__file__).parents[2] / "docs/logging.md"
@@ -223,36 +221,10 @@ class _Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
-class _JaxReads:
-    """Records the lines of the page that make a Python number or a NumPy array of one of JAX's."""
-
-    def __init__(self):
-        self.lines = set()
-        self._patch = pytest.MonkeyPatch()
-
-    def __enter__(self):
-        kind = type(jnp.ones(()))
-        for name in READERS:
-            self._patch.setattr(kind, name, self._recording(getattr(kind, name)))
-        return self
-
-    def __exit__(self, *_):
-        self._patch.undo()
-
-    def _recording(self, reader):
-        def read(*args, **kwargs):
-            self.lines |= _lines_of_the_page()
-            return reader(*args, **kwargs)
-
-        return read
-
-
 def _lines_of_the_page():
     """Return the number of the page's line that runs in this thread, the innermost one."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != str(PAGE):
-        frame = frame.f_back
-    return set() if frame is None else {frame.f_lineno}
+    lines = (frame.f_lineno for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename == str(PAGE))
+    return set(itertools.islice(lines, 1))
 
 
 def _marked(*headings):
@@ -265,29 +237,18 @@ def _marked(*headings):
     return marked
 
 
-class Loop(NamedTuple):
-    """A loop of the page, which logs every tenth step."""
-
-    recipe: str
-    run: Callable
-    reads: type = contextlib.nullcontext
-    """What records the lines that wait; Keras reads its numbers itself, and on a CPU torch waits for none."""
-    first: int = 0
-    """The number that the loop gives to the first of its logged steps."""
-
-
 LOOPS = {
-    "torch": Loop("PyTorch", _with_torch),
-    "torch, fused": Loop("PyTorch", functools.partial(_with_torch, fused=True)),
-    "jax": Loop("JAX", _with_jax, _JaxReads),
-    "keras": Loop("Keras", _with_keras, first=10),
+    "torch": ("PyTorch", _with_torch),
+    "torch, fused": ("PyTorch", functools.partial(_with_torch, fused=True)),
+    "jax": ("JAX", _with_jax),
+    "keras": ("Keras", _with_keras),
 }
 
 
 def test_every_recipe_is_run():
     """A recipe that is added to the page needs a line in this file."""
     others = {"Lightning"}
-    assert RECIPES.keys() == LOGGERS.keys() | {loop.recipe for loop in LOOPS.values()} | others
+    assert RECIPES.keys() == LOGGERS.keys() | {recipe for recipe, _ in LOOPS.values()} | others
 
 
 PAIRS = {*((loop, "A CSV file") for loop in LOOPS), *(("torch", logger) for logger in LOGGERS)}
@@ -296,15 +257,17 @@ PAIRS = {*((loop, "A CSV file") for loop in LOOPS), *(("torch", logger) for logg
 @pytest.mark.parametrize(("loop", "logger"), sorted(PAIRS))
 def test_a_logger_writes_what_the_loop_saw(loop, logger):
     """The policy's numbers of every tenth step are in the logger's own files, and only the marked lines wait."""
-    loop = LOOPS[loop]
-    with loop.reads() as recorded:
-        handed, written = _logged(logger, loop.run)
-    if recorded is not None:
-        assert recorded.lines == _marked(loop.recipe, logger)
-    steps = list(range(loop.first, loop.first + STEPS, 10))
+    recipe, run = LOOPS[loop]
+    lines = set()
+    with reads_told(lambda: lines.update(_lines_of_the_page())):
+        handed, written = _logged(logger, run)
+    if loop == "jax":  # Keras reads its numbers itself, and on a CPU torch waits for none
+        assert lines == _marked(recipe, logger)
+    first = 10 if loop == "keras" else 0  # its recipe counts from 1
+    steps = list(range(first, first + STEPS, 10))
     for name in NAMES:
         assert list(written[name]) == steps
-    _require_the_policys(written, [step - bool(loop.first) for step in steps])  # Keras's recipe counts from 1
+    _require_the_policys(written, [step - bool(first) for step in steps])
     for step, norm in handed["grad_norm"].items():
         assert math.isfinite(norm) == bool(handed["applied"][step])
         assert written["grad_norm"][step] == pytest.approx(norm, nan_ok=True, rel=1e-6)

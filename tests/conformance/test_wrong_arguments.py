@@ -1,10 +1,9 @@
-"""What every public function says of a policy, an optimizer's state, a dict, None and a tracer in each place."""
+"""What every public function says of a policy, an optimizer's state, a dict and None in each place."""
 
 import inspect
 import re
 import warnings
 
-import jax
 import jax.numpy as jnp
 import keras
 import optax
@@ -164,25 +163,3 @@ def test_no_function_is_left_out(package):
     functions = {name for name in package.__all__ if inspect.isfunction(getattr(package, name))} - {"one_more"}
     of_package = "" if package is core else f"{package.__name__.removeprefix('lossscale_')}."
     assert {name for name in functions if name not in CALLS and f"{of_package}{name}" not in CALLS} == set()
-
-
-TRACED = {
-    "init_state": lambda state: lossscale_jax.init_state(state),
-    "diagnose": lambda state: core.diagnose(POLICY, state),
-    "state_to_dict": lambda state: core.state_to_dict(state),
-    "log": lambda state: core.ScaleWatch().log(POLICY, state),
-    "select": lambda state: lossscale_jax.select(state.steps, 1.0, 2.0),
-    "unscale": lambda state: lossscale_jax.unscale({"w": 1.0}, state.steps),
-    "loss_scaled": lambda state: lossscale_jax.loss_scaled(optax.sgd(0.1), state),
-    "get_scale_state": lambda state: lossscale_jax.get_scale_state(state.steps),
-}
-
-
-@pytest.mark.parametrize("call", TRACED.values(), ids=TRACED)
-def test_a_tracer_is_named(call):
-    """Within a compiled function a state has no value."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        jax.jit(call)(JAX)
-    sentence = str(caught.value)
-    assert REMEDY.search(sentence), sentence
-    assert not PYTHONS.search(sentence), sentence
