@@ -277,3 +277,26 @@ def test_an_attached_loss_with_another_scaler_is_told():
         new.scale(layer(torch.ones(1, 8)).sum()).backward()
     layer.attach = new.attach
     new.scale(layer(torch.ones(1, 8)).sum()).backward()  # another warning would be an error
+
+
+# A loss that is differentiated twice
+
+
+def _penalized(scaler, half=False):
+    """Return the gradients of a loss with a penalty on its gradient by the inputs, unscaled."""
+    model, x = _model(), _batch().requires_grad_()
+    with torch.autocast("cpu", torch.float16, enabled=half):
+        loss = nn.functional.mse_loss(model(x).float(), torch.ones(16, 1))
+    (scaled_slopes,) = torch.autograd.grad(scaler.scale(loss), x, create_graph=True)
+    slopes = scaled_slopes / scaler.get_scale()
+    scaler.scale(loss + 10.0 * slopes.square().sum()).backward()
+    return _gradients(model, scaler)
+
+
+@pytest.mark.parametrize("loss_scale", [2.0**-3, 1.0, 2.0**8, 2.0**12])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+def test_a_penalty_on_gradients(half, loss_scale):
+    """Its gradients are those of float32: bit for bit, since powers of two round nothing; in float16 nearly."""
+    found = _penalized(GradScaler("cpu", init_scale=loss_scale), half)
+    for grad, right in zip(found, _penalized(GradScaler("cpu", enabled=False)), strict=True):
+        assert (grad - right).norm() < 1e-2 * right.norm() if half else torch.equal(grad, right)

@@ -10,7 +10,6 @@ import random
 import types
 from collections import defaultdict
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,21 +17,11 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from lossscale_torch import GradScaler
 from lossscale_torch.hooks import Hook
+from tests.adapters.torch_steps import Legacy
 from tests.sweeping import IS_SWEEP
 
 PROGRAMS = 300 * (10 if IS_SWEEP else 1)
 TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
-class _Legacy(torch.optim.SGD):
-    """An optimizer of torch's older contract, as in Apex."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
-        """Unscale and step with the scaler's own methods."""
-        grad_scaler.unscale_(self)
-        return grad_scaler._maybe_opt_step(super(), grad_scaler._per_optimizer_states[id(self)])
 
 
 def _wrapped(optimizer):
@@ -52,7 +41,7 @@ OPTIMIZERS = {
     "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "fused adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, fused=True),
     "fused, wrapped": lambda params: _wrapped(torch.optim.AdamW(params, lr=0.01, fused=True)),
-    "legacy": lambda params: _Legacy(params, lr=0.1),
+    "legacy": lambda params: Legacy(params, lr=0.1),
 }
 DTYPES = [torch.float32] * 4 + [torch.float64, torch.bfloat16]
 CALLS = ["step", "unscale", "clip", "skip"] * 8 + ["unscale twice", "unscale only", "step twice"]
@@ -142,7 +131,7 @@ class _Side:
         scaler, optimizer = self.scaler, self.optimizers[i]
         if call == "skip":
             return
-        if not call.startswith("step") and self.kinds[i] != "legacy":  # a legacy optimizer unscales by itself
+        if not call.startswith("step"):
             for _ in range(1 + call.endswith("twice")):
                 scaler.unscale_(optimizer)
             if call == "clip":

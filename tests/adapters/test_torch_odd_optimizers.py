@@ -11,7 +11,7 @@ from lossscale_core.errors import CheckpointWarning
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.test_torch_differences import _Delegating
-from tests.adapters.torch_steps import INF
+from tests.adapters.torch_steps import INF, Legacy
 
 
 class _Duck:
@@ -39,24 +39,12 @@ class _FusedDuck(_Duck):
             param.data -= torch.where(self.found_inf == 0.0, grad, 0.0)
 
 
-class _Legacy(torch.optim.SGD):
-    """Is handed the scaler, and asks it for what it needs."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler=None):
-        stage = grad_scaler._per_optimizer_states[id(self)]["stage"]
-        if stage.name == "READY":
-            grad_scaler.unscale_(self)
-        grad_scaler._maybe_opt_step(super(), grad_scaler._per_optimizer_states[id(self)])
-
-
 OPTIMIZERS = {
     "no more than step": _Duck,
     "no more than a fused step": _FusedDuck,
     "delegates": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0)),
     "delegates to a fused one": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0, fused=True)),
-    "of the old contract": lambda params: _Legacy(params, lr=1.0),
+    "of the old contract": lambda params: Legacy(params, lr=1.0),
 }
 
 

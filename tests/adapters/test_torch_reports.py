@@ -13,20 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lossscale_core import DynamicScaling, NoScaling
 from lossscale_torch import overflow_report, range_report
+from tests.adapters.overflowing_models import Attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Attention(nn.Module):
-    """One head, written out, so that the backward pass of its softmax is an operation of its own."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x):
-        scores = self.query(x) @ self.key(x).transpose(-1, -2) / x.shape[-1] ** 0.5
-        return self.out(scores.softmax(dim=-1).to(scores.dtype) @ self.value(x))
 
 
 def _mlp(*layers):
@@ -41,7 +30,7 @@ def _tied():
 
 
 NETWORKS = {
-    "attention": lambda: nn.Sequential(Attention(), Attention()),
+    "attention": lambda: nn.Sequential(Attention(16, 1.0), Attention(16, 1.0)),
     "convolution": lambda: nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()
     ),

@@ -14,7 +14,7 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler, guarded
 from lossscale_torch.hooks import Hook
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import EITHER_KIND, Loop, one, same
+from tests.adapters.torch_steps import EITHER_KIND, Loop, Veto, one, same
 
 SOURCE = lossscale_torch.__path__[0]
 
@@ -32,21 +32,11 @@ class _Raises(Hook):
         raise KeyError("a hook's own error")
 
 
-class _Notes(Hook):
-    """Notes that it was called."""
-
-    def __init__(self):
-        self.calls = []
-
-    def after_update(self, scaler, info):
-        self.calls.append(bool(info.applied))
-
-
 @EITHER_KIND
 @pytest.mark.parametrize("point", ["before_step", "after_step", "after_update"])
 def test_a_hook_that_raises_does_not_keep_the_others_from_their_work(point, fused):
     """Buffers come back, other hooks see the outcome, and the next steps and retries are as ever."""
-    raises, notes = _Raises(point), _Notes()
+    raises, notes = _Raises(point), Veto()
     loop = Loop(fused, protects=True, hooks=[raises, notes])
     before = loop.buffers()
     with pytest.raises(KeyError, match="own error"):
@@ -54,7 +44,8 @@ def test_a_hook_that_raises_does_not_keep_the_others_from_their_work(point, fuse
     if point != "after_update":
         assert not loop.scaler.update().applied
     assert same(before, loop.buffers())
-    assert notes.calls == [False]
+    assert notes.calls[-1] == ("veto", "update", False)
+    assert notes.steps == 1
     delattr(raises, point)
     attempt = loop.retry(bad_tries=2)
     assert (attempt.number, bool(attempt.info)) == (2, True)

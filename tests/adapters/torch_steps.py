@@ -75,6 +75,19 @@ class Veto(Hook):
         self.steps = state_dict.get(self.name, 0)
 
 
+class Legacy(torch.optim.SGD):
+    """An optimizer of torch's older contract, as in Apex: it is handed the scaler, and asks it for what it needs."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        """Unscale and step with the scaler's own methods."""
+        record = grad_scaler._per_optimizer_states[id(self)]
+        if record["stage"].name == "READY":
+            grad_scaler.unscale_(self)
+        return grad_scaler._maybe_opt_step(super(), record)
+
+
 class Loop:
     """A model with buffers, an optimizer and a scaler."""
 

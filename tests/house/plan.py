@@ -159,7 +159,7 @@ TESTS = {
         _optimizers: odd_optimizers states transactions loops differences
         hooks: hooks guard transactions
         _watch: watch loops transactions messages
-        _attach: attach penalty
+        _attach: attach
         _clip: clipping norms fuzz
         _report: reports messages
         _range: reports float32 messages
