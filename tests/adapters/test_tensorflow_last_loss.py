@@ -6,6 +6,7 @@ The scale grows after each step, so that gradients divided by a scale of another
 from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY, compiled, eager, traced  # noqa: I001
 import copy
 import gc
+import itertools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -136,6 +137,25 @@ def _applied_in_either_branch(two):
         tf.cond(two.weights[0] <= 0.0, step, step)
 
 
+def _zeros_that_tensorflow_keeps_for_variables_without_a_part_in_the_loss(two):
+    for by in ("get_scaled_loss", "scale_loss"):
+        with tf.GradientTape() as tape:
+            first, _ = tf.identity_n(two.weights)
+            loss = getattr(two.optimizer, by)(first * 4.0)
+        grads = tape.gradient(loss, two.weights)  # the second one is older than the loss
+        grads = grads if by == "scale_loss" else two.unscale(grads)
+        two.optimizer.apply_gradients(zip(grads, two.weights, strict=True))
+    two.minimize(1, 5.0)
+
+
+def _keras_entry_divides_scaled_gradients_alone(two):
+    for by, unscale in itertools.product(("get_scaled_loss", "scale_loss"), (False, True)):
+        for weight, gradient, process in ((0, 2.0, lambda grad: grad), (1, 2.5, lambda grad: grad * 0.5)):
+            grads = two.scaled(weight, gradient, by)
+            (grad,) = two.unscale(grads) if unscale else grads
+            two.optimizer.apply([process(grad)], [two.weights[weight]])
+
+
 @EACH_MODE
 @pytest.mark.parametrize(
     "program",
@@ -146,6 +166,8 @@ def _applied_in_either_branch(two):
         _unscaled_for_their_norm_alone,
         _unscaled_in_a_branch,
         _applied_in_either_branch,
+        _zeros_that_tensorflow_keeps_for_variables_without_a_part_in_the_loss,
+        _keras_entry_divides_scaled_gradients_alone,
     ],
 )
 def test_right_loops(mode, program):
@@ -387,26 +409,6 @@ def test_gradients_that_another_place_applies(by, scaled_in, applied_in):
     two.went(12.0)
 
 
-@EACH_MODE
-@pytest.mark.parametrize("by", ["get_scaled_loss", "scale_loss"])
-def test_gradients_among_which_are_constants(mode, by):
-    """TensorFlow keeps zeros for variables that the loss does not depend on, which are older than the loss."""
-    two = Two()
-
-    def step():
-        with tf.GradientTape() as tape:
-            first, _ = tf.identity_n(two.weights)
-            loss = getattr(two.optimizer, by)(first * 3.0)
-        grads = tape.gradient(loss, two.weights)
-        grads = grads if by == "scale_loss" else two.unscale(grads)
-        two.optimizer.apply_gradients(zip(grads, two.weights, strict=True))
-
-    step = mode(step)
-    for _ in range(4):
-        step()
-    two.went(12.0)
-
-
 def test_a_micro_batch_outside_of_the_function_that_takes_the_step():
     """The function scales the last micro-batch, and unscales the sum."""
     two = Two()
@@ -437,22 +439,21 @@ def test_a_loss_that_was_multiplied_by_hand(mode):
 @EACH_MODE
 def test_variables_of_keras_and_their_values(mode):
     """They are the same variable, by whichever it is named."""
-    weight = keras.Variable(0.0)
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
-    optimizer.build([weight])
+    two, weight = Two(), keras.Variable(0.0)
+    two.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
+    two.optimizer.build([weight])
+    two.weights = [weight.value]
 
     def step():
-        with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(weight * 3.0)
-        optimizer.apply_gradients([(tape.gradient(loss, weight.value), weight)])
-        (grad,) = optimizer.get_gradients(lambda: weight * 5.0, [weight.value])
-        optimizer.apply_gradients([(grad * 1.0, weight)])
+        two.optimizer.apply_gradients(zip(two.scaled(0, 3.0, "scale_loss"), [weight], strict=True))
+        (grad,) = two.optimizer.get_gradients(lambda: weight * 5.0, two.weights)
+        two.optimizer.apply_gradients([(grad * 1.0, weight)])
 
     step = mode(step)
     step()
     step()
     assert float(weight.value) == -16.0
-    assert optimizer.steps_with_missing_calls == 0
+    assert two.optimizer.steps_with_missing_calls == 0
 
 
 def test_replicas_with_two_losses():
@@ -544,25 +545,6 @@ def test_a_copy_begins_with_a_new_step():
     with pytest.warns(UserWarning, match="get_scaled_loss and get_unscaled_gradients not called"):
         copied.apply_gradients([(tf.constant(2.0), two.weights[0])])
     assert copied.steps_with_missing_calls == 1
-
-
-@EACH_MODE
-@pytest.mark.parametrize("by", ["get_scaled_loss", "scale_loss"])
-@pytest.mark.parametrize("unscale", [False, True])
-def test_keras_entry(mode, by, unscale):
-    """`apply` divides scaled gradients, and leaves alone what was unscaled, processed or not."""
-    two = Two()
-
-    def step():
-        for weight, factor in ((0, 1.0), (1, 0.5)):
-            grads = two.scaled(weight, 6.0, by)
-            (grad,) = two.unscale(grads) if unscale else grads
-            two.optimizer.apply([grad if factor == 1.0 else grad * factor], [two.weights[weight]])
-
-    step = mode(step)
-    step()
-    step()
-    two.went(12.0, 6.0)
 
 
 def test_keras_entry_without_a_scaled_loss():

@@ -45,12 +45,6 @@ def test_eager_steps_are_logged(make, caplog):
     assert "NaN or infinity in the inputs, the forward pass and the loss" in caplog.text
 
 
-def test_a_healthy_run_says_that_it_is_calibrated(caplog):
-    """Two lines, of the level INFO."""
-    _run(_keras(), [NAN] * 3 + [1.0] * 10)
-    assert _events(caplog) == [("calibrating", 1), ("healthy", 4)]
-
-
 @pytest.mark.parametrize(
     ("callbacks", "events"),
     [((), [("stuck at min_scale", 40)]), ((LossScaleLogger,), [("bad_loss", None), ("stuck at min_scale", 20)])],
