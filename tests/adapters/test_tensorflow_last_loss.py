@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import keras
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import lossscale_tf
@@ -335,6 +335,10 @@ class Drawn(Two):
                     self.apply(found[0], weight)
 
 
+SCALE = ("scale", "get_scaled_loss", 2.0, 1.0)
+
+
+@example(calls=[SCALE, ("unscale", 0, True), SCALE, ("apply", 0)], mode=eager)  # a pipeline
 @few_examples
 @given(calls=st.lists(CALLS, max_size=12), mode=st.sampled_from([eager, eager, traced]))
 def test_any_order_of_calls(calls, mode):

@@ -411,28 +411,23 @@ def test_promise_043_what_is_no_variable(world):
         optimizer.minimize(world.loss(lambda: variable * constant), var_list=[variable, constant])
 
 
-def test_the_scale_follows_the_policy_and_a_saver_keeps_it(world, tmp_path):
+def test_the_scale_of_a_session_follows_the_policy_and_a_saver_keeps_it(tmp_path):
     """Over random overflows; then restored in place."""
-    variable, factor, optimizer = tf.Variable(1.0), tf.Variable(1.0), _sgd(POLICY, rate=0.0)
-    step = lambda: optimizer.minimize(world.loss(lambda: variable * factor), var_list=[variable])  # noqa: E731
-    overflows = np.random.default_rng(0).random(30) < 0.3
-    expected = simulate(POLICY, list(~overflows))
-    for n, overflow in enumerate(overflows):
-        world.assign(factor, INF if overflow else 1.0)
-        world.run(step)
-        assert world.value(optimizer.loss_scale) == expected.loss_scale_after[n]
-    state = [world.value(each) for each in optimizer.scale_state]
-    if world.is_eager:
-        checkpoint = tf.train.Checkpoint(optimizer=optimizer, variable=variable)
-        path = checkpoint.save(tmp_path / "checkpoint")
-        world.assign(optimizer.loss_scale, 1.0)
-        checkpoint.restore(path).assert_consumed()
-    else:
-        saver = tf1.train.Saver()
-        path = saver.save(world.session, str(tmp_path / "saved"))
-        world.assign(optimizer.loss_scale, 1.0)
-        saver.restore(world.session, path)
-    assert [world.value(each) for each in optimizer.scale_state] == state
+    with tf.Graph().as_default(), tf1.Session() as session:
+        variable, factor = tf1.get_variable("variable", initializer=1.0), tf1.placeholder(tf.float32, [])
+        optimizer = _sgd(POLICY, rate=0.0)
+        step, saver = optimizer.minimize(variable * factor), tf1.train.Saver()
+        session.run(tf1.global_variables_initializer())
+        overflows = np.random.default_rng(0).random(30) < 0.3
+        expected = simulate(POLICY, list(~overflows))
+        for n, overflow in enumerate(overflows):
+            session.run(step, {factor: INF if overflow else 1.0})
+            assert session.run(optimizer.loss_scale) == expected.loss_scale_after[n]
+        state = session.run([*optimizer.scale_state])
+        path = saver.save(session, str(tmp_path / "saved"))
+        session.run(tf1.global_variables_initializer())
+        saver.restore(session, path)
+        assert session.run([*optimizer.scale_state]) == state
 
 
 @pytest.mark.parametrize("branch", [False, True])
