@@ -11,11 +11,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import torch
 
 import lossscale_jax
 import lossscale_tf
-import lossscale_torch
 from lossscale_core import DynamicScaling, FixedScaling, state_to_dict
 from lossscale_core.errors import CheckpointError, CheckpointWarning, ScaleStateError
 from tests.conformance.travelling import WRAPPERS
@@ -82,28 +80,6 @@ class Sgd(NamedTuple):
     def update(self, grads, state, params=None):
         """Go down the gradient."""
         return jax.tree.map(lambda grad: -1e-3 * grad, grads), state
-
-
-def test_torch_warns_of_an_optimizer_that_continues_alone():
-    """The checkpoint had the optimizer's state and not the scaler's: said at the first step, once."""
-    param = torch.nn.Parameter(torch.ones(2))
-
-    def steps(optimizer, scaler, count):
-        for _ in range(count):
-            scaler.scale(param.sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-    first, scaler = torch.optim.Adam([param]), lossscale_torch.GradScaler("cpu")
-    steps(first, scaler, 3)
-    resumed = torch.optim.Adam([param])
-    resumed.load_state_dict(first.state_dict())
-    with pytest.warns(CheckpointWarning, match=r"starts over with a loss scale of 2\*\*16.*load_state_dict") as caught:
-        steps(resumed, lossscale_torch.GradScaler("cpu"), 3)
-    assert len(caught) == 1
-    restored = lossscale_torch.GradScaler("cpu")
-    restored.load_state_dict(scaler.state_dict())
-    steps(resumed, restored, 1)  # warnings are errors here
 
 
 def _minimize(optimizer, variable):

@@ -41,25 +41,14 @@ def report(before: ScaleState, after: ScaleState) -> tuple[str, dict[str, Any], 
     return diagnose("dynamic", after), metrics(after), step_info(before, after), state_to_dict(after, "dynamic")
 
 
-def by_the_short_name() -> str:
-    """Use the names of the core under the name of the project."""
-    policy = lossscale.DynamicScaling()
-    assert_type(policy, DynamicScaling)
-    return lossscale.diagnose(policy, policy.init_state())
-
-
-def start() -> list[Any]:
-    """Use the states as they come from a policy."""
-    state = DynamicScaling().init_state()
-    return [*report(state, state), unscale({"weight": 1.0}, state)]
-
-
 def train(params: Params, grads: Params) -> Params:
     """Take a step with the five verbs on NumPy."""
-    policy = DynamicScaling(growth_interval=100)
+    policy = lossscale.DynamicScaling(growth_interval=100)
+    assert_type(policy, DynamicScaling)
     assert_type(init_state(policy), ScaleState)
     state = policy.init_state()
     assert_type(state, HostState)
+    report(state, state)
     assert_type(scale(0.5, state), np.floating[Any])
     assert_type(scale(np.float16(0.5), state), np.floating[Any])
     finite = all_finite(grads)
