@@ -79,6 +79,7 @@ MISTAKES = {
         *((as_policy, (each,), f"{each!r} {NOT_A_POLICY}") for each in ("1024", "cuda", NoScaling, None, True, [])),
         (as_policy, (STATE,), "is a state and not a policy; pass its policy in this place"),
         (as_policy, (0,), "0 is not a loss-scaling policy: as a fixed scale, init_scale=0 must be a number from"),
+        (load_policy, (3,), "3 is not the path of a .toml or .json file; call load_policy('policy.toml')"),
         (check_guard, (POLICY,), "must be a SpikeGuard; pass SpikeGuard(), or leave it out"),
         *(
             (SpikeGuard, {name: value}, f"{name}={value} must be {rule}")
