@@ -29,18 +29,6 @@ class RMSNorm(nn.Module):
         return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-class GatedMLP(nn.Module):
-    """Llama's feed-forward layer."""
-
-    def __init__(self, width, gain):
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(width, 32), nn.Linear(width, 32), nn.Linear(32, width)
-        self.gain = gain
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gain * self.gate(x)) * (self.gain * self.up(x))) / self.gain**2
-
-
 class T5FeedForward(nn.Module):
     """T5's feed-forward layer: the output of `wo` is large, and the residual stream has room for it in float32."""
 
@@ -120,7 +108,6 @@ def _sequential(*layers):
 MODELS = {
     "exp without a maximum": lambda: _sequential(Attention(16, 60.0)),
     "squares of RMSNorm": lambda: nn.Sequential(_scaled(nn.Linear(16, 16), 1e3), RMSNorm(16), nn.Linear(16, 4)),
-    "gated MLP": lambda: _sequential(GatedMLP(16, 1.0), GatedMLP(16, 3e3)),
     "T5's wo": lambda: _sequential(T5FeedForward(16, 1.0), T5FeedForward(16, 3e4)),
     "residual stream": lambda: _sequential(*(Residual(16, 2e4) for _ in range(5))),
     "long sum": lambda: nn.Sequential(_scaled(nn.Linear(16, 16), 4e2), nn.Softplus(), Pool(), nn.Linear(16, 4)),

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler
-from tests.adapters.torch_steps import same
+from tests.adapters.torch_steps import one, same
 from tests.torch_versions import FSDP2
 
 STEPS = 200
@@ -125,17 +125,6 @@ def test_a_rank_without_gradients_takes_part():
     _on_ranks(2, _train_with_a_rank_without_gradients)
 
 
-def _fall_out_of_step(rank, world_size):
-    scaler = GradScaler("cpu", init_scale=2.0**rank)
-    with pytest.raises(SyncError, match=r"ranks \[1, 2\] differ from rank 0's .*rank 2: 4"):
-        scaler.check_sync()
-
-
-def test_check_sync_names_the_ranks_that_differ():
-    """Every rank raises, and every rank says which ones."""
-    _on_ranks(3, _fall_out_of_step)
-
-
 # --- communication hooks of DistributedDataParallel
 
 
@@ -200,18 +189,19 @@ def test_buffers_on_a_mesh_are_protected():
 
 
 def _stand_outside(rank, world_size):
+    param, optimizer = one()
     scaler = GradScaler("cpu", process_group=dist.new_group([0]))
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
     scaler.scale(param.sum()).backward()
     for call in (partial(scaler.step, optimizer), scaler.check_sync):
         if rank == 0:
             call()
         else:
-            with pytest.raises(SyncError, match="rank 1 is not in the process_group of its scaler"):
+            with pytest.raises(SyncError, match=rf"rank {rank} is not in the process_group of its scaler"):
                 call()
+    with pytest.raises(SyncError, match=r"ranks \[1, 2\] differ from rank 0's .*rank 2: 4"):
+        GradScaler("cpu", init_scale=2.0**rank).check_sync()
 
 
-def test_a_rank_outside_of_the_group():
-    """It would step alone, and a comparison would compare nothing."""
-    _on_ranks(2, _stand_outside)
+def test_check_sync_names_the_ranks_that_differ():
+    """Every rank raises, and says which ones; one outside of the group would step alone, and compare nothing."""
+    _on_ranks(3, _stand_outside)
