@@ -35,6 +35,16 @@ class Two:
         """Apply scaled gradients."""
         self.optimizer.apply(grads, [self.weights[weight]], loss=loss)
 
+    def gradients(self, weights, state):
+        """Return the scaled gradients of a loss, as a pure function of JAX of the values of variables."""
+        import jax
+
+        def scaled_loss(weights):
+            with keras.StatelessScope(state_mapping=list(zip(self.optimizer.variables, state, strict=True))):
+                return self.optimizer.scale_loss(weights[0] * 3.0 + weights[1] * 5.0)
+
+        return jax.grad(scaled_loss)(weights)
+
     def went(self, first, second=0.0):
         """Require that the weights went so far."""
         assert [float(value_of(each)) for each in self.weights] == [-first, -second]
@@ -114,22 +124,15 @@ def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
     two = Two()
     two.scaled(7.0)
 
-    def gradients(weights, state):
-        def scaled_loss(weights):
-            with keras.StatelessScope(state_mapping=list(zip(two.optimizer.variables, state, strict=True))):
-                return two.optimizer.scale_loss(weights[0] * 3.0 + weights[1] * 5.0)
-
-        return jax.grad(scaled_loss)(weights)
-
     def step(carry, _):
         weights, state = carry
-        return two.optimizer.stateless_apply(state, gradients(weights, state), weights), None
+        return two.optimizer.stateless_apply(state, two.gradients(weights, state), weights), None
 
     carry = [each.value for each in two.weights], [each.value for each in two.optimizer.variables]
     if as_scan:
         (weights, state), _ = jax.lax.scan(step, carry, None, length=4)
     else:
-        gradients, apply = jax.jit(gradients), jax.jit(two.optimizer.stateless_apply)
+        gradients, apply = jax.jit(two.gradients), jax.jit(two.optimizer.stateless_apply)
         for _ in range(4):
             weights, state = carry
             carry = apply(state, gradients(weights, state), weights)
@@ -145,21 +148,13 @@ def test_eager_steps_with_gradients_of_a_pure_function():
     import jax
 
     two = Two()
-
-    @jax.jit
-    def gradients(weight, state):
-        def scaled_loss(weight):
-            with keras.StatelessScope(state_mapping=list(zip(two.optimizer.variables, state, strict=True))):
-                return two.optimizer.scale_loss(weight * 3.0)
-
-        return jax.grad(scaled_loss)(weight)
-
+    gradients = jax.jit(two.gradients)
     for _ in range(3):
         two.scaled(7.0)
         for weight in (0, 1):
-            state = [each.value for each in two.optimizer.variables]
-            two.apply([gradients(two.weights[weight].value, state)], weight)
-    two.went(9.0, 9.0)
+            values = ([each.value for each in variables] for variables in (two.weights, two.optimizer.variables))
+            two.apply([gradients(*values)[weight]], weight)
+    two.went(9.0, 15.0)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="torch.compile")

@@ -20,22 +20,6 @@ POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 tf1 = tf.compat.v1
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        lambda: tf_keras.optimizers.Adam(0.1),
-        lambda: tf_keras.optimizers.legacy.Adam(0.1),
-        lambda: tf_keras.optimizers.SGD(tf_keras.optimizers.schedules.CosineDecay(0.1, 10), momentum=0.5),
-    ],
-)
-def test_tf_keras_optimizers_come_back_from_a_config(inner):
-    """As what they were, though Keras 3 has optimizers of the same names."""
-    optimizer = LossScaleOptimizer(inner(), POLICY, global_clipnorm=1.0)
-    again = LossScaleOptimizer.from_config(optimizer.get_config())
-    assert type(again.inner_optimizer) is type(optimizer.inner_optimizer)
-    assert again.get_config() == optimizer.get_config()
-
-
 @pytest.mark.filterwarnings("ignore:no gradient exists for")
 @EACH_MODE_AND_XLA
 @pytest.mark.parametrize(

@@ -181,13 +181,11 @@ def test_right_loops(mode, program):
 
 GRADIENT = st.sampled_from([1.0, 2.0, -3.0, 5.0])
 WEIGHT = st.integers(0, 1)
-WHICH = st.integers(0, 5)
+WHICH = st.none() | st.integers(0, 5)  # the last loss, or one by name
 CALLS = st.one_of(
     st.tuples(st.just("scale"), st.sampled_from(["get_scaled_loss", "scale_loss"]), GRADIENT, GRADIENT),
-    st.tuples(st.just("unscale"), WEIGHT, st.booleans()),
-    st.tuples(st.just("unscale by name"), WHICH, WEIGHT),
-    st.tuples(st.just("apply scaled"), WEIGHT, st.booleans()),
-    st.tuples(st.just("apply by name"), WHICH, WEIGHT),
+    st.tuples(st.just("unscale"), WHICH, WEIGHT, st.booleans()),
+    st.tuples(st.just("apply scaled"), WHICH, WEIGHT, st.booleans()),
     st.tuples(st.just("apply"), WEIGHT),
     st.tuples(st.just("give up"), WEIGHT),
     st.tuples(st.just("minimize"), WEIGHT, GRADIENT),
@@ -249,40 +247,28 @@ class Drawn(Two):
 
     def use_of(self, number, use, weight):
         """Return the gradients of a loss for such a use; None if they are used already, or others in another way."""
-        loss = self.losses[number % len(self.losses)] if self.losses else None
+        loss = self.losses[-1 if number is None else number % len(self.losses)] if self.losses else None
         if loss is None or loss["use"] not in (None, use) or weight not in loss["grads"]:
             return None, None
         loss["use"] = use
         return loss, loss["grads"].pop(weight)
 
-    def call_unscale(self, weight, is_processed):
-        """Unscale a gradient of the last loss."""
-        _, found = self.use_of(-1, "unscale", weight)
-        if found is not None:
-            self.wait(self.unscale(found[0]), weight, found[1], is_processed)
-
-    def call_unscale_by_name(self, which, weight):
-        """Unscale a gradient of any loss."""
+    def call_unscale(self, which, weight, is_processed):
+        """Unscale a gradient of a loss."""
         loss, found = self.use_of(which, "unscale", weight)
         if found is not None:
-            self.wait(self.unscale(found[0], loss["loss"]), weight, found[1], False)
+            self.wait(self.unscale(found[0], None if which is None else loss["loss"]), weight, found[1], is_processed)
 
-    def call_apply_scaled(self, weight, by_apply):
-        """Apply a scaled gradient of the last loss, by `apply`, or as Keras does in `apply_gradients`."""
+    def call_apply_scaled(self, which, weight, by_apply):
+        """Apply a scaled gradient of a loss by `apply`, or that of the last one as Keras does in `apply_gradients`."""
         is_last_of_keras = self.takes_for_scaled(weight) and weight not in self.losses[-1]["computed"]
-        loss, found = self.use_of(-1, "apply", weight)
-        if found is not None:
-            by_apply |= not is_last_of_keras
-            self.optimizer.apply(found[0], [self.weights[weight]]) if by_apply else self.apply(found[0], weight)
-            self.may_be_unscaled.discard(weight)
-            loss["pending"].discard(weight)
-            self.right[weight] += found[1]
-
-    def call_apply_by_name(self, which, weight):
-        """Apply a scaled gradient of any loss."""
         loss, found = self.use_of(which, "apply", weight)
         if found is not None:
-            self.optimizer.apply(found[0], [self.weights[weight]], loss=loss["loss"])
+            if which is None and is_last_of_keras and not by_apply:
+                self.apply(found[0], weight)
+            else:
+                name = None if which is None else loss["loss"]
+                self.optimizer.apply(found[0], [self.weights[weight]], loss=name)
             self.may_be_unscaled.discard(weight)
             loss["pending"].discard(weight)
             self.right[weight] += found[1]
@@ -329,7 +315,7 @@ class Drawn(Two):
         """Apply the scaled gradient of the last loss, which is refused for certain if nothing was unscaled."""
         is_last_of_loop = bool(self.losses) and self.losses[-1]["by"] == "get_scaled_loss"
         if is_last_of_loop and not self.unscaled and weight not in self.computed:
-            loss, found = self.use_of(-1, "apply", weight)
+            loss, found = self.use_of(None, "apply", weight)
             if found is not None and weight in loss["pending"]:
                 with pytest.raises(CallOrderError, match="get_unscaled_gradients was not"):
                     self.apply(found[0], weight)
@@ -338,7 +324,7 @@ class Drawn(Two):
 SCALE = ("scale", "get_scaled_loss", 2.0, 1.0)
 
 
-@example(calls=[SCALE, ("unscale", 0, True), SCALE, ("apply", 0)], mode=eager)  # a pipeline
+@example(calls=[SCALE, ("unscale", None, 0, True), SCALE, ("apply", 0)], mode=eager)  # a pipeline
 @few_examples
 @given(calls=st.lists(CALLS, max_size=12), mode=st.sampled_from([eager, eager, traced]))
 def test_any_order_of_calls(calls, mode):
