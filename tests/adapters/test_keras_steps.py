@@ -10,7 +10,16 @@ import pytest
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import OverflowStreakError, PolicyError
 from lossscale_keras import LossScaleOptimizer, overflow_report
-from tests.adapters.keras_loops import BACKEND, apply, apply_scaled, assert_same, minimize, value_of, values_of
+from tests.adapters.keras_loops import (
+    BACKEND,
+    EACH_WRAPPER,
+    apply,
+    apply_scaled,
+    assert_same,
+    minimize,
+    value_of,
+    values_of,
+)
 from tests.sweeping import seeds
 
 INF, NAN = float("inf"), float("nan")
@@ -238,7 +247,7 @@ def test_limits_end_an_eager_loop():
 
 
 def test_bad_arguments_are_named():
-    """With the value, the rule and what to do; a misspelt argument is answered by the nearest."""
+    """With the value, the rule and what to do; a misspelt argument by the nearest, one of Keras's wrapper by ours."""
     sgd = keras.optimizers.SGD
     wrapped = LossScaleOptimizer(sgd())
     for error, words, make in (
@@ -247,6 +256,12 @@ def test_bad_arguments_are_named():
         (TypeError, "wrap it once", lambda: LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(sgd()))),
         (ValueError, "is already wrapped by a LossScaleOptimizer", lambda: LossScaleOptimizer(wrapped.inner_optimizer)),
         (TypeError, "did you mean 'policy'", lambda: LossScaleOptimizer(sgd(), polcy="none")),
+        (TypeError, r"initial_scale is a setting of a policy; write .*policy=DynamicScaling\(init_scale=8.0, growth_in",
+         lambda: LossScaleOptimizer(sgd(), initial_scale=8.0, dynamic_growth_steps=100)),
+        (TypeError, r"'clip_norm' is called global_clipnorm in LossScaleOptimizer; write .*=1.0",
+         lambda: LossScaleOptimizer(sgd(), clip_norm=1.0)),
+        (TypeError, r"use_ema is a setting of the inner_optimizer; write .*SGD\(.*, use_ema=True",
+         lambda: LossScaleOptimizer(sgd(), use_ema=True)),
         (ValueError, "on the inner optimizer alone",
          lambda: LossScaleOptimizer(sgd(global_clipnorm=1.0), global_clipnorm=2.0)),
         (ValueError, "gradient_accumulation_steps=2",
@@ -323,16 +338,16 @@ def test_sparse_gradients_stay_sparse():
     assert not value_of(variable)[[0, 2, 3]].any()
 
 
-@pytest.mark.parametrize("is_built", [True, False])
-def test_as_many_gradients_as_variables(is_built):
+@EACH_WRAPPER
+def test_as_many_gradients_as_variables(wrapper):
     """Otherwise nothing is applied or counted."""
-    variable = keras.Variable(np.zeros(2, np.float32))
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    if is_built:
-        optimizer.build([variable])
-    grads = [keras.ops.ones(2)] * (2 if is_built else 1)
-    with pytest.raises(ValueError, match=f"{len(grads)} gradients came for {int(is_built)} variables"):
-        optimizer.apply(grads)
+    optimizer = wrapper(keras.optimizers.SGD(0.1))
+    for variables in ([], _variables()):
+        if variables:
+            optimizer.build(variables)
+        count = 1 + len(variables)
+        with pytest.raises(ValueError, match=f"{count} gradients came for {len(variables)} variables"):
+            optimizer.apply([keras.ops.ones(3)] * count)
     assert int(optimizer.metrics()["steps"]) == 0
 
 
@@ -372,15 +387,3 @@ def test_variables_are_named_after_the_optimizer():
     """So that they stay together in `model.get_state_tree()`."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, name="inner"), guard=SpikeGuard(), name="scaled")
     assert {each.path.partition("/")[0] for each in optimizer.variables} == {"scaled", "inner"}
-
-
-def test_keras_own_settings_are_those_of_a_policy():
-    """The wrapper of Keras has two, by its own names; the error has the policy that they mean."""
-    inner = keras.optimizers.SGD(0.1)
-    hint = r"policy=DynamicScaling\(init_scale=1024.0, growth_interval=100\)"
-    with pytest.raises(TypeError, match=rf"initial_scale is a setting of a policy; write .*{hint}"):
-        LossScaleOptimizer(inner, initial_scale=1024.0, dynamic_growth_steps=100)
-    with pytest.raises(TypeError, match=r"'clip_norm' is called global_clipnorm in LossScaleOptimizer; write .*=1.0"):
-        LossScaleOptimizer(inner, clip_norm=1.0)
-    with pytest.raises(TypeError, match=r"use_ema is a setting of the inner_optimizer; write .*SGD\(.*, use_ema=True"):
-        LossScaleOptimizer(inner, use_ema=True)

@@ -49,25 +49,18 @@ def test_what_cannot_be_wrapped_is_refused(inner, words):
         ({"loss_scale": 8.0, "dynamic": True}, "pass either loss_scale= or dynamic="),
         ({"loss_scale": 8.0, "initial_scale": 4.0}, "go with dynamic scaling; set them in the policy"),
         ({"clipnorm": 1.0}, r"does not support `clipnorm`\. Instead, set `clipnorm` on the `inner_opt"),
+        (
+            {"inner_optimizer": _sgd(global_clipnorm=2.0), "global_clipnorm": 1.0},
+            r"=1\.0, and the inner optimizer's is 2\.0, .* set one",
+        ),
+        ({"dynamic": "no"}, r"\"dynamic\" argument .* must be a bool, but got: 'no'"),
         ({"init_scale": 8.0}, "does not support arguments: `init_scale`.*did you mean 'initial_scale'"),
     ],
 )
 def test_arguments_that_do_not_go_together_or_do_not_exist(arguments, words):
     """The values are in the message, and what to pass instead."""
-    with pytest.raises(ValueError, match=words):
-        LossScaleOptimizer(_sgd(), **arguments)
-
-
-def test_clipping_twice_is_refused():
-    """By the wrapper and by the optimizer inside."""
-    with pytest.raises(ValueError, match=r"=1\.0, and the inner optimizer's is 2\.0, .* set one of the two"):
-        LossScaleOptimizer(_sgd(global_clipnorm=2.0), global_clipnorm=1.0)
-
-
-def test_dynamic_is_a_bool():
-    """In the words of tf_keras."""
-    with pytest.raises(TypeError, match=r"\"dynamic\" argument .* must be a bool, but got: 'no'"):
-        LossScaleOptimizer(_sgd(), dynamic="no")
+    with pytest.raises((ValueError, TypeError), match=words):
+        LossScaleOptimizer(**{"inner_optimizer": _sgd(), **arguments})
 
 
 @pytest.mark.parametrize("other", [LossScaleOptimizer, tf_keras.mixed_precision.LossScaleOptimizer])
