@@ -311,19 +311,20 @@ def test_the_log_and_the_streak_count_a_loop_once(caplog):
 
 
 @pytest.mark.filterwarnings("ignore:the gradients of a step overflowed in 6 tries:UserWarning")
-def test_the_diagnosis_after_a_loop_that_gave_up_one_of_two_optimizers():
-    """The state is that after the first try, from which no tries are left out."""
+def test_loops_that_give_up_one_of_two_optimizers():
+    """The state is that after the first try, from which no tries are left out; so many loops in a row are an error."""
     params, optimizers = two()
-    scaler = GradScaler("cpu", init_scale=2.0**30)
-    for _ in range(3):
-        for attempt in scaler.attempts(retries=5):  # noqa: B007  # used after the loop
-            scaler.scale(sum(params).sum()).backward()
-            params[1].grad.fill_(INF)
-            for each in optimizers:
-                scaler.step(each)
-            scaler.update()
+    scaler = GradScaler("cpu", policy=DynamicScaling(init_scale=2.0**30, max_overflow_streak=4))
+    for loop in range(4):
+        with pytest.raises(OverflowStreakError) if loop == 3 else contextlib.nullcontext():
+            for attempt in scaler.attempts(retries=5):  # noqa: B007  # used after the loop
+                scaler.scale(sum(params).sum()).backward()
+                params[1].grad.fill_(INF)
+                for each in optimizers:
+                    scaler.step(each)
+                scaler.update()
         assert attempt.number == 5
-    assert "3 of 3 steps skipped" in scaler.diagnose()
+        assert loop != 2 or "3 of 3 steps skipped" in scaler.diagnose()
 
 
 ODD_BUFFERS = {

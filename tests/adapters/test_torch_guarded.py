@@ -132,16 +132,19 @@ def test_a_closure_runs_once_before_the_gradients_are_judged():
 @EITHER_KIND
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
 def test_copies_are_guarded(duplicate, fused):
-    """With their memory of norms."""
+    """With their memory of norms; hooks run once at each step, too."""
     model = _model()
     optimizer = guarded(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), guard=SpikeGuard(), max_norm=1.0)
     for number in range(3):
         _step(model, optimizer, number)
     model, other = duplicate((model, optimizer))
     assert other.state_dict()["guard"] == optimizer.state_dict()["guard"]
+    calls = []
+    other.register_step_post_hook(lambda *_: calls.append(bool(other.last_step)))
     for number, bad in ((3, math.nan), (4, None)):
         _step(model, other, number, bad)
         assert bool(other.last_step) is (bad is None)
+    assert calls == [False]  # the outcome is not known yet
 
 
 @EITHER_KIND

@@ -160,14 +160,14 @@ TESTS = {
         hooks: hooks guard transactions
         _watch: watch loops transactions messages
         _attach: attach
-        _clip: clipping norms fuzz
+        _clip: clipping norms fuzz guard
         _report: reports messages
         _range: reports float32 messages
         _float32: float32 messages
         _skip_log: guarded messages
         _attempts: attempts transactions messages
         _scaler: scaler transactions loops messages differences fuzz
-        _guarded: guarded messages
+        _guarded: guarded guard messages
         testing: check_loop pages messages
         __init__: scaler
         *: distributed graphs other_packages

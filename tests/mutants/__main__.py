@@ -98,7 +98,11 @@ def draw(paths, seed, count):
     while everything and len(drawn) != count:
         path, operator, number = everything.pop()
         code = mutate_code(path.read_text(), operator, number)
-        if (program := meaning(code)) not in seen:
+        try:
+            program = meaning(code)
+        except SyntaxError:  # cosmic-ray writes `not` before the name of a `:=`
+            continue
+        if program not in seen:
             drawn.append(Mutant(path, code))
         seen.add(program)
     return drawn
