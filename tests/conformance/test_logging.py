@@ -6,7 +6,6 @@ import gc
 import itertools
 import math
 import re
-import struct
 import traceback
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+import wandb
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -131,51 +131,8 @@ def _read_csv():
     return {name: {int(row["step"]): float(row[name]) for row in rows} for name in NAMES}
 
 
-def _read_wandb():
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (path,) = Path("wandb").glob("offline-run-*/run-*.wandb")
-    series = {}
-    for content in _leveldb_records(path.read_bytes()):
-        record = Record.FromString(content)
-        items = {item.nested_key[0] if item.nested_key else item.key: item for item in record.history.item}
-        for name in NAMES:
-            if name in items:
-                value = float(items[name].value_json.strip('"'))
-                series.setdefault(name, {})[record.history.step.num] = value
-    return series
-
-
-def _leveldb_records(data, block=32768):
-    """Yield the records of a log in LevelDB's format, behind the seven bytes that W&B puts in front.
-
-    https://github.com/google/leveldb/blob/main/doc/log_format.md
-    """
-    at, parts = 7, []
-    while at < len(data):
-        if block - at % block < 7:  # a header does not begin so late in a block
-            at += block - at % block
-            continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        parts.append(data[at + 7 : at + 7 + length])
-        at += 7 + length
-        if kind in (1, 4):  # the whole of a record, or its last part
-            yield b"".join(parts)
-            parts = []
-
-
-def _close_wandb(names):
-    import wandb
-
-    names["run"].finish()
-    wandb.teardown()
-    del names["run"]
-    gc.collect()  # it leaves the pipes of its process to the collector, which warns
-
-
 LOGGERS = {
     "TensorBoard": (lambda names: names["writer"].close(), _read_events),
-    "Weights & Biases": (_close_wandb, _read_wandb),
     "A CSV file": (lambda names: names["file"].close(), _read_csv),
 }
 """How to end what each logger began, and how to read what it wrote."""
@@ -245,9 +202,30 @@ LOOPS = {
 }
 
 
+@pytest.fixture
+def _wandb_ends():
+    """Leave no process of W&B behind."""
+    yield
+    wandb.teardown()
+    gc.collect()  # it leaves the pipes of its process to the collector, which warns
+
+
+@pytest.mark.usefixtures("_wandb_ends")
+def test_weights_and_biases_has_what_the_loop_saw():
+    """Its summary has the numbers of the last step that is complete, each of them under its own name."""
+    names, seen = {}, {}
+    exec(RECIPES["Weights & Biases"], names)
+    _with_torch(lambda step, numbers: (seen.update({step: numbers}), names["log"](step, numbers)))
+    run = names.pop("run")
+    summary = dict(run.summary)
+    run.finish()
+    assert (list(seen), summary["_step"]) == ([0, 10, 20, 30], 20)  # the last step waits for more numbers
+    assert summary.items() >= {name: float(number) for name, number in seen[20].items()}.items()
+
+
 def test_every_recipe_is_run():
     """A recipe that is added to the page needs a line in this file."""
-    others = {"Lightning"}
+    others = {"Lightning", "Weights & Biases"}
     assert RECIPES.keys() == LOGGERS.keys() | {recipe for recipe, _ in LOOPS.values()} | others
 
 

@@ -33,17 +33,6 @@ def test_what_is_no_number_is_refused(adapter):
 
 
 @EACH
-def test_select_on_the_host_takes_one_side_untouched(adapter):
-    """The very objects of one side; a flag that is an array takes everything or nothing, too."""
-    new, old = ({"w": adapter.asarray(np.full(2, x), "float32"), "n": n, "none": None} for x, n in ((1.0, 2), (0.0, 1)))
-    assert adapter.verbs.select(False, new, old)["w"] is old["w"]
-    for flag in (True, False, adapter.asarray(np.True_, "bool"), adapter.asarray(np.False_, "bool")):
-        chosen = adapter.verbs.select(flag, new, old)
-        assert adapter.to_numpy(chosen["w"]).tolist() == ([1.0, 1.0] if flag else [0.0, 0.0])
-        assert (int(chosen["n"]), chosen["none"]) == (2 if flag else 1, None)
-
-
-@EACH
 def test_arguments_in_the_wrong_place_are_named(adapter):
     """The message says what was given, the rule, and how the call goes; a flag is one bool, and nothing else."""
     verbs, state = adapter.verbs, adapter.verbs.init_state("dynamic")

@@ -57,7 +57,7 @@ def test_a_gradient_that_misses_the_scale_is_named(added):
 def test_no_scale_helps(bad):
     """The parameter is named that is not finite at any scale."""
     found = gradient_range(lambda scale: {"fine": np.ones(2), "bad": np.array([scale, bad])})
-    assert found[:2] == (0.0, "bad")
+    assert found == (0.0, "bad", {}, [])
     assert str(found) == "bad is not finite at any loss scale: look at the inputs and the forward pass"
 
 

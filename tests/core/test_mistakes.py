@@ -21,6 +21,7 @@ from lossscale_core import (
     SpikeGuard,
     as_policy,
     diagnose,
+    gradient_range,
     load_policy,
     metrics,
     state_from_dict,
@@ -65,6 +66,7 @@ MISTAKES = {
         (simulate, ([True, False], POLICY), "call simulate(policy, grads_finite)"),
         (simulate, (POLICY, 5), "grads_finite=5 must be a sequence of bools"),
         (simulate_gradients, ([1.0], POLICY), "call simulate_gradients(policy, gradient_max)"),
+        (gradient_range, (3,), "grads_at=3 must be a function of a loss scale that returns gradients by name; call"),
         (SpikeGuard().check, (1.0, STATE), "state=1.0 is not a state of a guard; call check(state, norm)"),
     ],
     ValueError: [

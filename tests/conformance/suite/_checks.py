@@ -95,7 +95,7 @@ def _interface_checks(adapter: Adapter) -> Iterator[Check]:
             functools.partial(_signature, adapter.verbs, verb, parameters),
         )
     eager = Trial(adapter, Way("eager"))
-    for rule in (_steps.states_are_placed, _steps.a_saved_state_continues, _steps.a_host_flag_picks_a_side):
+    for rule in (_steps.states_are_placed, _steps.a_host_flag_picks_a_side):
         yield Check(rule.__name__, "", adapter, functools.partial(rule, eager))
 
 

@@ -1,11 +1,10 @@
 """The rules of steps and states: a step is applied completely or not at all, and states match those of the host."""
 
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, state_from_dict, state_to_dict
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling
 from tests.conformance.suite._scenarios import Scenario
 from tests.conformance.suite._trial import LIFTED, Trial, require, require_structure
 
@@ -110,23 +109,6 @@ def states_are_placed(trial: Trial) -> None:
         (DynamicScaling(cooldown=3, hysteresis=2), DynamicScaling(cooldown=3, hysteresis=2)),
     ):
         trial.expect_state(f"of init_state({policy!r})", trial.state(policy), host.init_state())
-
-
-def a_saved_state_continues(trial: Trial) -> None:
-    """Continue from a saved and restored state exactly like the uninterrupted run."""
-    for policy in (DynamicScaling(growth_interval=3, hysteresis=2, cooldown=1), DynamicScaling(growth_interval=3)):
-        step, state, expected = trial.update(policy), trial.state(policy), policy.init_state()
-        for n in range(40):
-            if n == 20:
-                text = json.dumps(state_to_dict(state._make(map(_number, map(trial.adapter.to_numpy, state))), policy))
-                restored: Any = state_from_dict(json.loads(text), policy)
-                state = restored._make(trial.array(value, value.dtype.name) for value in restored)
-            state, expected = step(state, trial.flag(n % 4 != 1)), policy.update(expected, n % 4 != 1)
-            trial.expect_state(f"after step {n}, saved at step 20 ({policy!r})", state, expected)
-
-
-def _number(array: Any) -> Any:
-    return np.asarray(array)[()]
 
 
 def _model(trial: Trial, dtype: str, values: list[float], count: int) -> Model:
