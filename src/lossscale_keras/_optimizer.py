@@ -124,7 +124,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _scaled(self, loss: Tree, by_keras: bool) -> Tree:
         self._require_unscaled(loss)
-        state = self._state.read()
+        state = self._state.read(1)
         scaled = scale(loss, state)
         mark = self._losses.scale(ops.copy(state.loss_scale) if BACKEND == "torch" else state.loss_scale, by_keras)
         if mark is not None:
@@ -157,7 +157,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         if is_compiling():  # torch.compile would break its graph where the record is read
-            self._take(list(grads), variables, self._state.read().loss_scale)
+            self._take(list(grads), variables, self._state.read(1).loss_scale)
             return
         found = self._losses.look_up(variables, True, None if loss is None else self._named(loss))
         if not found.is_scaled:
@@ -267,7 +267,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)
         with keras.StatelessScope(state_mapping=list(mapping)) as scope:
-            checked, divisor = self._check(grads, self._trainable_variables, self._state.read().loss_scale, cond)
+            checked, divisor = self._check(grads, self._trainable_variables, self._state.read(1).loss_scale, cond)
             applies, _, after = self._decide(checked)
             self._assign(after)
         state = [scope.get_current_value(variable) for variable in self._variables]

@@ -29,11 +29,16 @@ class Stored:
             for name, value in start._asdict().items()
         ]
 
-    def read(self) -> Any:
-        """Return the numbers as arrays of the backend; torch's are the variables themselves, which change."""
+    def read(self, count: int | None = None) -> Any:
+        """Return the numbers as arrays of the backend; torch's are the variables themselves, which change.
+
+        With a `count`, only so many are read, and the others are those before the first step.
+        """
         if BACKEND == "tensorflow":  # `ops.convert_to_tensor` returns the variable, which each use would read
-            return self._start._make(map(xp.convert_to_tensor, self._of_tensorflow()))
-        return self._start._make(map(ops.convert_to_tensor, self.variables))
+            numbers = map(xp.convert_to_tensor, self._of_tensorflow()[:count])
+        else:
+            numbers = map(ops.convert_to_tensor, self.variables[:count])
+        return self._start._make([*numbers, *(() if count is None else self._start[count:])])
 
     def copy(self) -> Any:
         """Return the numbers as new arrays of the backend."""
