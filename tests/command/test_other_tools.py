@@ -123,6 +123,7 @@ SAYINGS = [
     ("keras", {"dynamic": False, "initial_scale": 8.0}, FixedScaling(8.0)),
     ("keras", {"inner_optimizer": {}, "dynamic": True, "initial_scale": None}, _default("keras")),
     ("keras3", {"dynamic": True, "name": None}, _default("keras", min_scale=SMALLEST_SCALE)),
+    ("keras", {"dynamic_growth_steps": 0}, _default("keras", growth_interval=1)),
     ("keras3", KERAS_3_11, _default("keras", min_scale=SMALLEST_SCALE)),
     ("paddle", {"use_dynamic_loss_scaling": False, "init_loss_scaling": 64.0}, FixedScaling(64.0)),
 ]
@@ -197,6 +198,9 @@ def test_another_policy_continues_with_what_it_has_a_place_for():
     assert state_from_tool("torch", saved, 8.0) == FixedScaling(8.0).init_state()
     own = state_from_tool("torch", saved, AdditiveScaling(growth_interval=9))
     assert (own.loss_scale, own.growth_tracker, own.additions) == (8.0, 7, 0.0)
+    # More overflows than the tolerance, as after its setting was lowered, leave nothing of it.
+    saved = {"scale": 8.0, "incr_count": 1, "decr_count": 5}
+    assert state_from_tool("paddle", saved, DynamicScaling(hysteresis=2)).hysteresis_tracker == 0
     # Apex saves no overflows that are left: its own resumed run has all of them.
     state = state_from_tool("apex", {"loss_scale": 8.0, "unskipped": 3}, DynamicScaling(hysteresis=3))
     assert (state.growth_tracker, state.hysteresis_tracker, state.steps) == (3, 3, 0)

@@ -34,6 +34,7 @@ from lossscale_core.testing import simulate, simulate_gradients
 
 POLICY = DynamicScaling()
 STATE = POLICY.init_state()
+HOLDER = types.SimpleNamespace(scale_state=STATE)
 GRADS = {"w": np.ones(3, np.float32)}
 CHECKPOINT = {"model": {}, "scaler": state_to_dict(STATE)}
 COUNT = "must be a whole number from 1 to 2**31 - 1; pass 1 for one"
@@ -62,6 +63,7 @@ MISTAKES = {
         (diagnose, (POLICY, None), "state=None is not a state, since it has no loss_scale"),
         (_log, (POLICY, POLICY), "call log(policy, state), with a state that init_state"),
         (state_to_dict, (POLICY, STATE), "call state_to_dict(state, policy)"),
+        (metrics, (HOLDER,), "the SimpleNamespace is not a state of a policy, but holds one; call metrics(state), with its"),
         (metrics, (POLICY,), "call metrics(state), with a state that init_state or update returned"),
         (simulate, ([True, False], POLICY), "call simulate(policy, grads_finite)"),
         (simulate, (POLICY, 5), "grads_finite=5 must be a sequence of bools"),
@@ -92,6 +94,9 @@ MISTAKES = {
         ),
         # Adapters check the numbers that they take in addition to a policy as settings are checked.
         (_set, ("max_norm", math.nan), "max_norm=nan must be a number from 0; pass math.inf not to clip"),
+        (_set, ("max_norm", -0.5), "max_norm=-0.5 must be a number from 0; pass math.inf not to clip"),
+        (_set, ("max_norm", [["1" * 150] * 6] * 6), "11111... must be a number from 0"),
+        (SpikeGuard, {"warmup": 0}, "warmup=0 must be a whole number from 1 to 2**24; pass 16"),
         (_set, ("max_norm", "1.0"), "max_norm='1.0' must be a number from 0; pass math.inf not to clip"),
         (_set, ("global_clipnorm", 0), "global_clipnorm=0 must be a positive number; pass math.inf not to clip"),
         (_set, ("updates_per_step", True), f"updates_per_step=True {COUNT}"),
