@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, GuardState, SpikeGuard, diagnose, metrics, state_to_dict
-from lossscale_core.adapters import check_spike_streak, guard_state_from_dict
+from lossscale_core.adapters import check_spike_streak, clip_divisor, guard_state_from_dict
 from lossscale_core.errors import CheckpointError, OverflowStreakError
 from lossscale_core.testing import simulate
 
@@ -161,3 +161,12 @@ def test_the_diagnosis_and_the_metrics_include_spikes():
     numbers = metrics(state, guard=guard)
     assert (int(numbers["spikes"]), float(numbers["spike_streak"])) == (5, 5.0)
     assert numbers["norm_mean"] == guard.mean
+
+
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "divisor"),
+    [(0.0, 2.0, 1.0), (1.5, 2.0, 1.0), (3.0, 2.0, 1.5), (math.inf, 2.0, math.inf), (3.0, 1e300, 1.0)],
+)
+def test_the_divisor_that_clips(norm, max_norm, divisor):
+    """1 up to the largest norm allowed, which may be beyond float32."""
+    assert clip_divisor(np.float32(norm), max_norm, xp=np) == divisor

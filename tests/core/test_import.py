@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+import lossscale_core
+
 FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow", "keras", "cupy", "optax", "flax"}
 EXTRAS = {"click", "matplotlib", "threadpoolctl", "hypothesis"}
 LATE = {"lossscale_core.testing", "lossscale", "logging", "pathlib"}
@@ -17,6 +21,13 @@ def test_importing_the_core_leaves_out_what_training_does_not_need():
     """No framework, not even where it is installed; test helpers, other tools' tables and logging at first use."""
     code = "import numpy, sys; before = {*sys.modules}; import lossscale_core; print(*({*sys.modules} - before))"
     assert not (FRAMEWORKS | EXTRAS | LATE) & {*_printed_by(code).split()}
+
+
+def test_a_name_that_the_core_lacks_is_an_attribute_error():
+    """`testing` is imported at its first use; what is neither this nor public raises as Python does."""
+    assert lossscale_core.testing.simulate
+    with pytest.raises(AttributeError, match="module 'lossscale_core' has no attribute 'nothing'"):
+        _ = lossscale_core.nothing
 
 
 def test_reading_other_tools_loads_no_framework():
