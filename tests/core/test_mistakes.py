@@ -63,7 +63,7 @@ MISTAKES = {
         (diagnose, (POLICY, None), "state=None is not a state, since it has no loss_scale"),
         (_log, (POLICY, POLICY), "call log(policy, state), with a state that init_state"),
         (state_to_dict, (POLICY, STATE), "call state_to_dict(state, policy)"),
-        (metrics, (HOLDER,), "the SimpleNamespace is not a state of a policy, but holds one; call metrics(state), with its"),
+        (metrics, (HOLDER,), "SimpleNamespace is not a state of a policy, but holds one; call metrics(state), with"),
         (metrics, (POLICY,), "call metrics(state), with a state that init_state or update returned"),
         (simulate, ([True, False], POLICY), "call simulate(policy, grads_finite)"),
         (simulate, (POLICY, 5), "grads_finite=5 must be a sequence of bools"),
