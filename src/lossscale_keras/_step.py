@@ -132,9 +132,8 @@ def check(
         return Checked(proof, np.sqrt(total) / scale if on_host else ops.sqrt(total) / ops.cast(scale, wide), True)
 
     def exact() -> Checked:
-        finite = all_finite(new_values)
-        for grad, dtype in scaled:
-            finite = finite & all_finite(ops.cast(_divided(grad, loss_scale), dtype))
+        divide = _division_by(loss_scale)
+        finite = all_finite([*new_values, *(ops.cast(divide(grad), dtype) for grad, dtype in scaled)])
         grads = [grad for grad, _ in scaled if 0 not in grad.shape]
         if not with_norm or not grads:
             return Checked(finite, ops.zeros((), wide), finite)
@@ -158,19 +157,26 @@ def _sum_of_squares(grads: list[Any]) -> Any:
 
 def unscaled(grads: list[Any], variables: list[Any], divisor: Any) -> list[Any]:
     """Return gradients divided by `divisor`, if it is not None, in float32 or wider, in their variables' dtypes."""
+    divide = _division_by(divisor)
     return [
-        grad if grad is None or is_overwritten(each) else _cast(_divided(lifted(grad), divisor), each.dtype)
+        grad if grad is None or is_overwritten(each) else _cast(divide(lifted(grad)), each.dtype)
         for grad, each in zip(grads, variables, strict=True)
     ]
 
 
-def _divided(grad: Any, divisor: Any) -> Any:
+def _division_by(divisor: Any) -> Callable[[Any], Any]:
+    """Return a function that divides a gradient; one that changes nothing if `divisor` is None."""
     if divisor is None:
-        return grad
-    is_plain = grad.dtype == divisor.dtype and not hasattr(grad, "indices")  # `IndexedSlices` have no operators
-    if is_plain and BACKEND == "tensorflow":
-        return grad * (1.0 / divisor)  # TensorFlow's division takes longer, and does not fuse with other products
-    return grad / divisor if is_plain else ops.divide(grad, divisor)
+        return lambda grad: grad
+    # TensorFlow's division takes longer, and does not fuse with other products.
+    factor = 1.0 / divisor if BACKEND == "tensorflow" else None
+
+    def divide(grad: Any) -> Any:
+        if grad.dtype != divisor.dtype or hasattr(grad, "indices"):  # `IndexedSlices` have no operators
+            return ops.divide(grad, divisor)
+        return grad / divisor if factor is None else grad * factor
+
+    return divide
 
 
 def _cast(grad: Any, dtype: Any) -> Any:

@@ -1,8 +1,6 @@
 """The five verbs on nested structures of the backend's arrays, by `keras.ops`."""
 
 import contextlib
-import functools
-import operator
 from typing import Any, TypeVar
 
 import keras
@@ -71,7 +69,7 @@ def all_finite(grads: Any) -> Any:
         TypeError: A leaf is neither an array nor a number nor None.
     """
     flags = [ops.all(ops.isfinite(dense(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf)]
-    return functools.reduce(operator.and_, flags) if flags else ops.convert_to_tensor(True)
+    return ops.all(ops.stack(flags)) if flags else ops.convert_to_tensor(True)
 
 
 def unscale(grads: Tree, state: ScaleState) -> Tree:
