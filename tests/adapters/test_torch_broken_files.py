@@ -9,7 +9,7 @@ import torch
 
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 from lossscale_torch import GradScaler
-from tests.adapters.torch_steps import one, take_step
+from tests.adapters.torch_steps import one, ready, take_step
 
 LONGEST = 3000
 
@@ -53,8 +53,7 @@ def _loaded(scaler, saved):
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_bad_state_dict_leaves_the_scaler_as_it_was(bad, follows):
     """Any value in any place is taken, or refused by one short error."""
-    scaler = GradScaler("cpu", **({} if follows else {"policy": "dynamic"}))
-    scaler.scale(torch.ones(()))
+    scaler = ready(**({} if follows else {"policy": "dynamic"}))
     ours, value = scaler.state_dict(), BAD[bad]
     dicts = [{**whole, name: value} for whole in (TORCHS, ours) for name in whole]
     dicts += [{**ours, "policy": {**ours["policy"], name: value}} for name in ours["policy"]]

@@ -7,7 +7,7 @@ import torch
 
 from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.torch_steps import INF, one
+from tests.adapters.torch_steps import INF, one, ready
 
 
 def _params(*grads):
@@ -22,8 +22,7 @@ def _clipped(make, grads, max_norm, norm_type=2.0, init_scale=2.0**10):
     params = _params(*(grad * init_scale for grad in grads))
     makes = make if isinstance(make, tuple) else (make,)
     optimizers = [each(params[number :: len(makes)]) for number, each in enumerate(makes)]
-    scaler = GradScaler("cpu", init_scale=init_scale)
-    scaler.scale(torch.ones(()))
+    scaler = ready(init_scale=init_scale)
     norm = scaler.unscale_and_clip_(optimizers if len(makes) > 1 else optimizers[0], max_norm, norm_type)
     for optimizer in optimizers:
         scaler.step(optimizer)
@@ -104,8 +103,7 @@ def test_the_norm_that_no_host_reads(norm_type, size, dtype):
     for loss_scale in (1.0, 2.0**-2):
         optimizer = torch.optim.SGD(_params(*grads), lr=1.0)
         optimizer._step_supports_amp_scaling = True  # torch's own fused kernel takes fewer dtypes
-        scaler = GradScaler("cpu", init_scale=loss_scale, half_gradients=True)
-        scaler.scale(torch.ones(()))
+        scaler = ready(init_scale=loss_scale, half_gradients=True)
         with RecordedGraph():
             norm = scaler.unscale_and_clip_(optimizer, INF, norm_type)
         exact = torch.linalg.vector_norm(torch.cat(grads).double() / loss_scale, norm_type).item()
@@ -141,8 +139,7 @@ def test_in_place_means_in_place(make, max_norm):
     """After the call `.grad` is unscaled and clipped, for code that clips by value, adds noise or logs it."""
     params = _params(torch.full((4,), 1024.0))
     optimizer = make(params)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.ones(()))
+    scaler = ready(init_scale=1024.0)
     scaler.unscale_and_clip_(optimizer, max_norm)
     expected = torch.full((4,), min(1.0, max_norm / 2.0))
     torch.testing.assert_close(params[0].grad, expected, rtol=1e-5, atol=0.0)
@@ -155,8 +152,7 @@ def test_float16_gradients_are_refused_before_anything_is_unscaled():
     """Also where those of another optimizer could be."""
     params = _params(torch.full((1,), 32.0), torch.full((1,), 32.0, dtype=torch.float16))
     optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
-    scaler = GradScaler("cpu", init_scale=16.0)
-    scaler.scale(torch.ones(()))
+    scaler = ready(init_scale=16.0)
     with pytest.raises(ValueError, match="FP16 gradients"):
         scaler.unscale_and_clip_(optimizers, 1.0)
     assert params[0].grad.item() == 32.0

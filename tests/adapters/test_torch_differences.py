@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lossscale_torch import GradScaler
+from tests.adapters.torch_steps import ready
 from tests.torch_versions import TORCH
 
 PAGE = Path(__file__).parents[2] / "docs/torch.md"
@@ -32,9 +33,7 @@ def _one(grad=None, **kwargs):
 
 
 def _ready(make_scaler, **kwargs):
-    scaler = make_scaler("cpu", **{"init_scale": 1024.0, **kwargs})
-    scaler.scale(torch.ones(()))
-    return scaler
+    return ready(make_scaler, **{"init_scale": 1024.0, **kwargs})
 
 
 def _train(scaler, steps=1, value=1024.0):

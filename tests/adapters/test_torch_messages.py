@@ -11,6 +11,7 @@ from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
 from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, PolicyError
 from lossscale_torch import GradScaler, guarded, init_state, overflow_report, scale
 from lossscale_torch.hooks import Hook
+from tests.adapters.torch_steps import ready
 
 INF, NAN = float("inf"), float("nan")
 TORCHS = torch.amp.GradScaler("cpu").state_dict()
@@ -23,21 +24,14 @@ def _sgd(**kwargs):
     return torch.optim.SGD([param], lr=1.0, **kwargs)
 
 
-def _ready(make=GradScaler, **settings):
-    """Return a scaler that has scaled a loss."""
-    scaler = make("cpu", **settings)
-    scaler.scale(torch.ones(()))
-    return scaler
-
-
 def _unscaled_late(make, optimizer):
-    scaler = _ready(make)
+    scaler = ready(make)
     scaler.step(optimizer)
     scaler.unscale_(optimizer)
 
 
 def _pickled_in_a_step(make, optimizer):
-    scaler = _ready(make)
+    scaler = ready(make)
     scaler.unscale_(optimizer)
     pickle.dumps(scaler)
 
@@ -67,14 +61,18 @@ AS_TORCH = {
     "no loss to step": (lambda make, o: make("cpu").step(o), AssertionError, "Attempted step but _scale is None."),
     "no loss to unscale": (lambda make, o: make("cpu").unscale_(o), AssertionError, "unscale_ but _scale is None."),
     "no loss to update": (lambda make, o: make("cpu").update(), AssertionError, "update but _scale is None."),
-    "no step to update": (lambda make, o: _ready(make).update(), AssertionError, "No inf checks were recorded"),
+    "no step to update": (lambda make, o: ready(make).update(), AssertionError, "No inf checks were recorded"),
     "unscaled late": (_unscaled_late, RuntimeError, "unscale_() is being called after step()."),
-    "a closure": (lambda make, o: _ready(make).step(o, closure=print), RuntimeError, "Closure use is not currently"),
+    "a closure": (
+        lambda make, o: ready(make).step(o, closure=print),
+        RuntimeError,
+        "Closure use is not currently",
+    ),
     "a number as loss": (lambda make, o: make("cpu").scale(5), ValueError, "outputs must be a Tensor or an iterable"),
     "a late backward pass": (_backward_late, RuntimeError, "modified by an inplace operation"),
     "an empty state": (lambda make, o: make("cpu").load_state_dict({}), RuntimeError, "source state dict is empty"),
     "a state of one key": (lambda make, o: make("cpu").load_state_dict({"scale": 1.0}), KeyError, "growth_factor"),
-    "two new scales": (lambda make, o: _ready(make).update(torch.ones(2)), AssertionError, "should be a float or"),
+    "two new scales": (lambda make, o: ready(make).update(torch.ones(2)), AssertionError, "should be a float or"),
     "pickled in a step": (_pickled_in_a_step, AssertionError, "may only be pickled"),
     "a growth of 1": (lambda make, o: make("cpu", growth_factor=1.0), AssertionError, "growth factor must be > 1.0"),
     "a backoff of 1": (lambda make, o: make("cpu", backoff_factor=1.0), AssertionError, "factor must be < 1.0"),
@@ -104,7 +102,7 @@ def _not_optimizer(call, given):
 
 def _max_norm(value):
     words = f"max_norm={value!r} must be a number from 0; pass"
-    return lambda: _ready().unscale_and_clip_(_sgd(), value), PolicyError, words
+    return lambda: ready().unscale_and_clip_(_sgd(), value), PolicyError, words
 
 
 def _norm_type(value):
@@ -118,7 +116,7 @@ def _norm_type(value):
 def _new_scale(value):
     given = "a tensor of shape" if isinstance(value, torch.Tensor) else repr(value)
     words = f"new_scale should be a float ... It is {given} ... pass a positive number, or a tensor of one element on"
-    return lambda: _ready().update(value), AssertionError, words
+    return lambda: ready().update(value), AssertionError, words
 
 
 def _load(words, **entries):
@@ -140,17 +138,17 @@ def _half():
     optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(3).half()))  # later, without a name
     for param in optimizer.param_groups[0]["params"]:
         param.grad = torch.ones_like(param)
-    _ready().unscale_(optimizer)
+    ready().unscale_(optimizer)
 
 
 def _stepped_after_skip():
-    scaler, optimizer = _ready(), _sgd()
+    scaler, optimizer = ready(), _sgd()
     scaler.skip(optimizer)
     scaler.step(optimizer)
 
 
 def _too_few_updates():
-    scaler, optimizer = _ready(updates_per_step=2), _sgd()
+    scaler, optimizer = ready(updates_per_step=2), _sgd()
     scaler.step(optimizer)
     scaler.update()
     scaler.step(optimizer)
@@ -217,14 +215,14 @@ ERRORS = {
         "'loss' is not a number",
     ),
     "a number among losses": _loss("3", [torch.ones(()), 3]),
-    "a module stepped": _not_optimizer(lambda: _ready().step(LINEAR), "Linear"),
-    "parameters clipped": _not_optimizer(lambda: _ready().unscale_and_clip_(LINEAR.parameters(), 1.0), "generator"),
-    "no optimizers": (lambda: _ready().unscale_and_clip_([], 1.0), ValueError, "empty list ... pass an optimizer"),
+    "a module stepped": _not_optimizer(lambda: ready().step(LINEAR), "Linear"),
+    "parameters clipped": _not_optimizer(lambda: ready().unscale_and_clip_(LINEAR.parameters(), 1.0), "generator"),
+    "no optimizers": (lambda: ready().unscale_and_clip_([], 1.0), ValueError, "empty list ... pass an optimizer"),
     **{f"a largest norm of {value!r}": _max_norm(value) for value in (NAN, -1.0, True, "1", None)},
     **{f"a norm of order {order}": _norm_type(order) for order in (0.0, -1.0, -INF, NAN)},
     "a module clipped without a scaler": _not_optimizer(lambda: OFF_SCALER.unscale_and_clip_(LINEAR, 1.0), "Linear"),
     "float16 gradients": (_half, ValueError, HALF),
-    "a CSR gradient": (lambda: _ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
+    "a CSR gradient": (lambda: ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
     "stepped after skip": (_stepped_after_skip, RuntimeError, "step() has already been called"),
     "too few updates": (_too_few_updates, CallOrderError, "Of updates_per_step=2 calls ... end_of_step=True"),
     "retries below 0": (lambda: GradScaler("cpu").attempts(retries=-1), PolicyError, "retries=-1"),
@@ -238,7 +236,7 @@ ERRORS = {
         TypeError,
         "given str; it takes modules: scaler.attempts(model)",
     ),
-    "a guard without gradients": (lambda: _ready(guard=SpikeGuard()).update(), AssertionError, "No inf checks were"),
+    "a guard without gradients": (lambda: ready(guard=SpikeGuard()).update(), AssertionError, "No inf checks were"),
     **{f"a new scale of {value}": _new_scale(value) for value in (0.0, -1.0, NAN, "8", True, ONES)},
     "a new scale with a graph": _new_scale(torch.ones(1, requires_grad=True)),
     **{
@@ -285,7 +283,7 @@ def _stepped():
 
 def _after_a_step():
     """Return a scaler that has scaled the loss of its first step only."""
-    scaler = _ready()
+    scaler = ready()
     scaler.step(_sgd())
     scaler.update()
     scaler.get_scale()  # which Accelerate does, and does not count
@@ -305,12 +303,12 @@ WARNINGS = {
     "no scaled loss, unscaled": (lambda: _after_a_step().unscale_(_sgd()), UserWarning, NO_LOSS),
     "no scaled loss, clipped": (lambda: _after_a_step().unscale_and_clip_(_sgd(), 1.0), UserWarning, NO_LOSS),
     "a new scale beyond the bounds": (
-        lambda: _ready(policy=DynamicScaling(max_scale=2.0**20)).update(1e30),
+        lambda: ready(policy=DynamicScaling(max_scale=2.0**20)).update(1e30),
         UserWarning,
         "new_scale=1e+30 is beyond the bounds of the policy, and becomes 2**20",
     ),
-    "a scaler for each step": (lambda: _ready().step(_stepped()), CheckpointWarning, NEW),
-    "an old optimizer": (lambda: _ready().step(_Old([ONES])), FutureWarning, "stop passing itself as a keyword"),
+    "a scaler for each step": (lambda: ready().step(_stepped()), CheckpointWarning, NEW),
+    "an old optimizer": (lambda: ready().step(_Old([ONES])), FutureWarning, "stop passing itself as a keyword"),
 }
 
 

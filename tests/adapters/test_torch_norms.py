@@ -18,6 +18,7 @@ from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler, guarded
 from lossscale_torch.hooks import Hook
 from tests.adapters.test_torch_distributed import _on_ranks
+from tests.adapters.torch_steps import ready
 from tests.torch_versions import HAS_FSDP2_ON_CPU
 
 INF, NAN = float("inf"), float("nan")
@@ -239,8 +240,7 @@ def _reduce_partial_sums(grid):
     for (placements, summed), call, fused, size in product(layouts, calls, (False, True), (SCALE, 2e38)):
         param = _with_grad(DTensor.from_local(torch.full((4,), size), grid, placements))
         optimizer = torch.optim.AdamW([param], betas=(0.0, 0.0), fused=fused)
-        scaler = GradScaler("cpu", init_scale=SCALE)
-        scaler.scale(torch.ones(()))
+        scaler = ready(init_scale=SCALE)
         if call == "unscale_":
             scaler.unscale_(optimizer)
         elif call is not None:
@@ -261,8 +261,7 @@ def _leave_gradients_after_an_error(make):
     for more, settings, error in cases:
         params, reduce = make(), dist.all_reduce
         before = [_local(param.grad).clone() for param in params]
-        scaler = GradScaler("cpu", init_scale=SCALE, **settings)
-        scaler.scale(torch.ones(()))
+        scaler = ready(init_scale=SCALE, **settings)
         optimizers = [torch.optim.SGD(each, lr=1.0) for each in (params, more) if each]
         dist.all_reduce = _break
         with pytest.raises(error):
@@ -329,8 +328,7 @@ def _take(*calls, **settings):
     """Return a function that takes a step."""
 
     def take(optimizer):
-        scaler = GradScaler("cpu", init_scale=SCALE, **settings)
-        scaler.scale(torch.ones(()))
+        scaler = ready(init_scale=SCALE, **settings)
         for name, *arguments in (*calls, ("step",)):
             getattr(scaler, name)(optimizer, *arguments)
         return bool(scaler.update().applied)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lossscale_torch import GradScaler
-from tests.adapters.torch_steps import EITHER_KIND, INF
+from tests.adapters.torch_steps import EITHER_KIND, INF, ready
 
 EITHER_WAY = pytest.mark.parametrize("clips", [False, True], ids=["unscaled", "clipped"])
 
@@ -48,8 +48,7 @@ def test_a_float64_norm_beyond_float32():
     """It comes back in float64 and finite."""
     param = _param(torch.full((4,), 1e60, dtype=torch.float64))
     optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=1.0)
-    scaler.scale(torch.ones(()))
+    scaler = ready(init_scale=1.0)
     norm = scaler.unscale_and_clip_(optimizer, 1.0)
     assert (norm.dtype, norm.item()) == (torch.float64, pytest.approx(2e60))
     torch.testing.assert_close(param.grad, torch.full((4,), 0.5, dtype=torch.float64))
@@ -59,8 +58,7 @@ def test_a_float64_norm_beyond_float32():
 def test_a_norm_may_be_an_array_of_one_number(max_norm):
     """As a step from a config or a schedule may have it."""
     param = _param(torch.full((2,), 12.0))
-    scaler = GradScaler("cpu", policy="none")
-    scaler.scale(torch.ones(()))
+    scaler = ready(policy="none")
     scaler.unscale_and_clip_(torch.optim.SGD([param]), max_norm)
     assert param.grad.norm().item() == pytest.approx(8.0)
 
@@ -85,8 +83,7 @@ def test_gradients_of_every_kind(kind, bad, clips):
     beside = _param(torch.full((2,), 1024.0), value=0.0)
     param = _param(GRADS[kind] * 1024.0 * bad, value=0.0)
     optimizer = torch.optim.SGD([beside, param], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.ones(()))
+    scaler = ready(init_scale=1024.0)
     if clips:
         scaler.unscale_and_clip_(optimizer, INF)
     scaler.step(optimizer)

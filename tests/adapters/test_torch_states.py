@@ -10,7 +10,7 @@ from lossscale_core import DynamicScaling, state_from_dict, state_to_dict
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.torch_steps import EITHER_KIND, INF, one, take_step
+from tests.adapters.torch_steps import EITHER_KIND, INF, one, ready, take_step
 from tests.strategies import overflow_traces, policies
 from tests.sweeping import few_examples
 
@@ -156,8 +156,7 @@ def test_each_flag_is_on_the_device_of_its_key():
     with Emulated("mps") as mode:
         params = [torch.nn.Parameter(torch.ones(2, device=device)) for device in ("mps", "cpu")]
         optimizer = torch.optim.SGD(params, lr=0.5, foreach=False)
-        scaler = GradScaler("mps", init_scale=8.0)
-        scaler.scale(torch.ones((), device="mps"))
+        scaler = ready(device="mps", init_scale=8.0)
         for param, value in zip(params, (8.0, INF), strict=True):
             param.grad = torch.full_like(param, value)
         scaler.unscale_(optimizer)

@@ -26,6 +26,13 @@ def two(fused=False, **settings):
     return zip(*(one(fused, **settings) for _ in range(2)), strict=True)
 
 
+def ready(make=GradScaler, *, device="cpu", **settings):
+    """Return a scaler that has scaled a loss, so that optimizers can be stepped."""
+    scaler = make(device, **settings)
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
 def take_step(scaler, optimizer, grad, new_scale=None):
     """Take a step of an optimizer of one parameter, with a gradient of these elements; return its outcome."""
     (param,) = optimizer.param_groups[0]["params"]
