@@ -175,7 +175,7 @@ def test_promise_010_next_to_good_use():
         clip = lambda: tf.clip_by_value(pairs[0][0], -1.0, 1.0)  # noqa: E731
         optimizer.apply_gradients([(tf.cond(accumulator > 1.0, clip, lambda: pairs[0][0]), variable)])
         with pytest.warns(UserWarning, match="cannot come from this optimizer's compute_gradients"):
-            optimizer.apply_gradients([(tf.gradients(variable**2, [variable])[0], variable)])
+            optimizer.apply_gradients([(2.0 * tf.gradients(variable**2, [variable])[0], variable)])
 
 
 def test_promise_011_underflow_is_prevented(world):
