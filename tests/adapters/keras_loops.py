@@ -45,32 +45,6 @@ def apply_scaled(optimizer, variables, grads):
         apply(optimizer, variables, [(np.asarray(grad, np.float32) * scale).astype("float32") for grad in grads])
 
 
-def minimize(optimizer, loss_fn, variables):
-    """Take a whole step of a loop of one's own: scale the loss, differentiate, apply."""
-    if BACKEND == "torch":
-        import torch
-
-        for variable in variables:
-            variable.value.grad = None
-        optimizer.scale_loss(loss_fn()).backward()
-        with torch.no_grad():
-            optimizer.apply([variable.value.grad for variable in variables], variables)
-    elif BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(loss_fn())
-        optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
-    else:
-        import jax
-
-        def scaled_loss(values):
-            with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
-                return optimizer.scale_loss(loss_fn())
-
-        optimizer.apply(jax.grad(scaled_loss)([variable.value for variable in variables]), variables)
-
-
 def value_of(variable):
     """Return the value of a variable as a NumPy array, which `Variable.numpy` cannot without a warning of NumPy's."""
     value = keras.ops.convert_to_tensor(variable)

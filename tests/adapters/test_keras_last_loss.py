@@ -200,9 +200,11 @@ def test_a_loss_in_one_place_and_its_step_in_another(scales_in_graph, applies_in
 
 @pytest.mark.parametrize("policy", ["none", 8.0])
 def test_numbers_of_the_backend_are_kept_with_the_loss(policy):
-    """A nested structure of losses is scaled, and may be named."""
+    """A nested structure of losses is scaled, in float32 or wider, and may be named."""
     optimizer, weight = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy), keras.Variable(np.zeros(2, "float32"))
-    losses = optimizer.scale_loss({"a": keras.ops.ones(()), "b": keras.ops.ones(())})
+    losses = optimizer.scale_loss({"a": keras.ops.ones((), "float16"), "b": keras.ops.ones(())})
+    assert keras.backend.standardize_dtype(losses["a"].dtype) == "float32"
+    assert float(losses["a"]) == float(optimizer.loss_scale)
     optimizer.scale_loss(keras.ops.ones(()))
     grad = keras.ops.ones(2) * (8.0 if policy == 8.0 else 1.0)
     optimizer.apply([grad], [weight], loss=losses)

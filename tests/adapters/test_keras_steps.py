@@ -10,16 +10,7 @@ import pytest
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import OverflowStreakError, PolicyError
 from lossscale_keras import LossScaleOptimizer, overflow_report
-from tests.adapters.keras_loops import (
-    BACKEND,
-    EACH_WRAPPER,
-    apply,
-    apply_scaled,
-    assert_same,
-    minimize,
-    value_of,
-    values_of,
-)
+from tests.adapters.keras_loops import BACKEND, EACH_WRAPPER, apply, apply_scaled, assert_same, value_of, values_of
 from tests.sweeping import seeds
 
 INF, NAN = float("inf"), float("nan")
@@ -218,19 +209,6 @@ def test_random_programs_do_what_the_rule_says(seed):
         assert float(optimizer.loss_scale) == scale
         assert int(value_of(optimizer.iterations)) == applied
         np.testing.assert_allclose(value_of(variables[0]), weights, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("policy", ["none", 128.0, DynamicScaling(growth_interval=2)], ids=str)
-def test_a_loop_of_ones_own_takes_any_policy(policy):
-    """Scale the loss, differentiate, apply: eagerly on each backend, also in float16."""
-    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(0.5), policy), _variables()
-    for factor in (1.0, INF, 2.0):
-        minimize(optimizer, lambda: keras.ops.sum(variables[0]) * factor, variables)  # noqa: B023
-    assert list(value_of(variables[0])) == [-1.0] * 3
-    assert int(optimizer.metrics()["skipped_steps"]) == 1
-    half = optimizer.scale_loss(keras.ops.cast(2.0, "float16"))
-    assert keras.backend.standardize_dtype(half.dtype) == "float32"
-    assert float(half) == 2.0 * float(optimizer.loss_scale)
 
 
 def test_limits_end_an_eager_loop():
