@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,7 @@ EXTREMES = [
     *((size, 3, order, 2.0) for size, order in ((1e30, 2.0), (1e30, 3.0), (1e38, 2.0), (1e38, 16.0), (1e38, INF))),
     *((size, 5000, 2.0, scale) for size in (1e-25, 1e-22) for scale in (2.0**-12, 1.0, 2.0**10)),
     *((1.0, 3, order, 2.0**16) for order in (16.0, 64.0)),
+    (1e60, 3, 2.0, 1.0),  # in float64
 ]
 
 
@@ -86,7 +88,8 @@ def test_powers_that_leave_their_dtype(make, size, count, order, init_scale):
 
     The step is clipped by it, or to 0 where the powers leave float64, too.
     """
-    grads = [torch.full((4,), size), torch.full((count,), size)]
+    dtype = torch.float64 if size > 1e38 else torch.float32
+    grads = [torch.full((4,), size, dtype=dtype), torch.full((count,), size, dtype=dtype)]
     norm, params, scaler = _clipped(make, grads, 1.0, order, init_scale)
     exact = INF if (size, order) == (1e38, 16.0) else size * (4 + count) ** (1 / order)
     assert norm.item() == pytest.approx(exact, rel=1e-6)
@@ -134,14 +137,19 @@ def test_extreme_clipping(make, scale, max_norm):
 
 
 @EACH
-@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+@pytest.mark.parametrize(
+    "max_norm", [0.5, 100.0, 1, torch.tensor(0.5), torch.tensor([0.5]), np.float64(0.5), np.array(0.5)], ids=repr
+)
 def test_in_place_means_in_place(make, max_norm):
-    """After the call `.grad` is unscaled and clipped, for code that clips by value, adds noise or logs it."""
+    """After the call `.grad` is unscaled and clipped, for code that clips by value, adds noise or logs it.
+
+    The norm may be an array of one number, as a step from a config or a schedule may have it.
+    """
     params = _params(torch.full((4,), 1024.0))
     optimizer = make(params)
     scaler = ready(init_scale=1024.0)
     scaler.unscale_and_clip_(optimizer, max_norm)
-    expected = torch.full((4,), min(1.0, max_norm / 2.0))
+    expected = torch.full((4,), min(1.0, float(max_norm) / 2.0))
     torch.testing.assert_close(params[0].grad, expected, rtol=1e-5, atol=0.0)
     torch.nn.utils.clip_grad_value_(params, 0.125)
     scaler.step(optimizer)

@@ -16,7 +16,7 @@ from lossscale_torch.hooks import Guard
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _on_ranks
-from tests.adapters.torch_steps import EITHER_KIND, INF, Veto, one, two
+from tests.adapters.torch_steps import EITHER_KIND, INF, Veto, one, take_steps, two
 from tests.core.guarded_run import EXPECTED, GUARD, NORMS, POLICY
 
 RULE = SpikeGuard(warmup=2)
@@ -29,16 +29,6 @@ def _made(kind, **settings):
     params, optimizers = two(kind != "ordinary", device=device, lr=1e-3)
     settings = {"guard": RULE, **settings} if "hooks" not in settings else settings
     return params, optimizers, GradScaler(device, init_scale=8.0, **settings)
-
-
-def _take(params, optimizers, scaler, *sizes, prepare=()):
-    """Take a step of each optimizer, with gradients of these sizes; return its outcome."""
-    for param, size in zip(params, sizes, strict=True):
-        param.grad = torch.full_like(param, size * scaler.get_scale())
-    scaler.scale(torch.ones((), device=params[0].device))
-    for call, *args in [*prepare, *((scaler.step, each) for each in optimizers)]:
-        call(*args)
-    return scaler.update()
 
 
 def _remembered(scaler):
@@ -55,12 +45,12 @@ def test_each_optimizer_is_remembered_by_itself(kind):
         veto = Veto()
         params, optimizers, scaler = _made(kind, hooks=[veto], guard=RULE)
         for sizes in [(1.0, 100.0), (1.0, INF), (1.0, 100.0)]:
-            _take(params, optimizers, scaler, *sizes)
+            take_steps(params, optimizers, scaler, *sizes)
         assert _remembered(scaler) == [(3, 0), (2, 0)]
         saved, scaler = scaler.state_dict(), _made(kind, hooks=[veto], guard=RULE)[2]
         scaler.load_state_dict(saved)
         for veto.value, norms in ((1.0, [(3, 0), (2, 0)]), (0.0, [(4, 0), (3, 1)])):
-            info = _take(params, optimizers, scaler, 1.0, 1e6)
+            info = take_steps(params, optimizers, scaler, 1.0, 1e6)
             assert [bool(info.applied_of(each)) for each in optimizers] == [not veto.value, False]
             assert _remembered(scaler) == norms
 
@@ -73,7 +63,7 @@ def test_two_guards_have_a_veto_each(kind):
     """
     with Emulated("mps"):
         (param, _), (optimizer, _), scaler = _made(kind, hooks=[Guard(RULE), Guard(SpikeGuard(warmup=9))])
-        infos = [_take([param], [optimizer], scaler, size) for size in (1.0, 1.0, 1e4)]
+        infos = [take_steps([param], [optimizer], scaler, size) for size in (1.0, 1.0, 1e4)]
         assert [(bool(each.applied), bool(each.spiked)) for each in infos] == [(True, False)] * 2 + [(False, True)]
         assert [scaler.state_dict()[name]["norms"] for name in ("guard", "guard_2")] == [3, 2]
         fresh = _made(kind, hooks=[Guard(RULE), Guard(SpikeGuard(warmup=9))])[2]
@@ -87,12 +77,12 @@ def test_a_veto_may_be_a_number(value):
     """As the flags of torch it is true if it is not zero; what is not a number is an error that names the hook."""
     veto = Veto(value=value)
     params, optimizers, scaler = _made("ordinary", hooks=[veto])
-    assert not _take(params, optimizers, scaler, 1.0, 1.0).applied
+    assert not take_steps(params, optimizers, scaler, 1.0, 1.0).applied
     veto.value = value * 0
-    assert _take(params, optimizers, scaler, 1.0, 1.0).applied
+    assert take_steps(params, optimizers, scaler, 1.0, 1.0).applied
     veto.value = "yes"
     with pytest.raises(TypeError, match=r"Veto.before_step set the flag 'veto' to 'yes'; a veto is 1.0"):
-        _take(params, optimizers, scaler, 1.0, 1.0)
+        take_steps(params, optimizers, scaler, 1.0, 1.0)
 
 
 class _Reimplemented(GradScaler):
@@ -112,7 +102,7 @@ def test_a_subclass_that_steps_by_itself_is_guarded_too(fused):
     prepare = [(scaler.unscale_, optimizer), (torch.nn.utils.clip_grad_norm_, [param], 0.1)]
     for step, norm in enumerate(NORMS):
         before = param.item()
-        info = _take([param], [optimizer], scaler, float(norm), prepare=prepare)
+        info = take_steps([param], [optimizer], scaler, float(norm), prepare=prepare)
         assert (bool(info.spiked), bool(info.overflowed)) == (EXPECTED.spiked[step], EXPECTED.skipped[step])
         assert bool(info.applied) == (param.item() != before) == (not (info.spiked or info.overflowed))
         assert scaler.get_scale() == EXPECTED.loss_scale_after[step]
@@ -127,7 +117,7 @@ def test_several_optimizers_clipped_together_have_one_norm(order):
     params, optimizers, scaler = _made("ordinary")
     prepare = [(scaler.unscale_and_clip_, optimizers, 1.0, order)]
     for size in [1.0] * 8 + [100.0]:
-        info = _take(params, optimizers, scaler, size, 1.0, prepare=prepare)
+        info = take_steps(params, optimizers, scaler, size, 1.0, prepare=prepare)
     assert (info.spiked, info.overflowed, scaler.get_scale()) == (True, False, 8.0)
     assert [info.applied_of(optimizer) for optimizer in optimizers] == [False, False]
 
@@ -136,9 +126,9 @@ def test_a_streak_of_spikes_raises_where_the_host_knows():
     """At the guard's `max_streak`; the error names the norm of its own optimizer, and not the last one."""
     params, optimizers, scaler = _made("ordinary", guard=SpikeGuard(warmup=4, max_streak=2))
     for size in [0.5] * 5 + [50.0]:
-        _take(params, optimizers, scaler, size, 1.0)
+        take_steps(params, optimizers, scaler, size, 1.0)
     with pytest.raises(OverflowStreakError, match=r"norm of 50.*number 2 in a row"):
-        _take(params, optimizers, scaler, 50.0, 1.0)
+        take_steps(params, optimizers, scaler, 50.0, 1.0)
 
 
 def test_a_replayed_graph_still_checks():
@@ -170,7 +160,7 @@ def test_a_replayed_graph_still_checks():
 def test_a_checkpoint_is_loaded_as_a_whole():
     """An entry that the guard refuses leaves policy, scale, counters and other hooks as they were."""
     params, optimizers, scaler = _made("ordinary", hooks=[Veto()], guard=RULE)
-    _take(params, optimizers, scaler, 1.0, 1.0)
+    take_steps(params, optimizers, scaler, 1.0, 1.0)
     before, policy = scaler.state_dict(), scaler.policy
     other = {**GradScaler("cpu", init_scale=2.0, growth_interval=7).state_dict(), "veto": 5}
     with pytest.raises(CheckpointError):
@@ -199,12 +189,12 @@ def test_a_new_optimizer_has_no_norms_of_a_dead_one():
     for size in (1.0, 1e4, 1e8):
         optimizer = torch.optim.SGD([param], lr=1e-3)
         for _ in range(4):
-            assert _take([param], [optimizer], scaler, size).applied
+            assert take_steps([param], [optimizer], scaler, size).applied
         del optimizer
     saved = {**scaler.state_dict(), "guard": {**scaler.state_dict()["guard"], "mean": 1.5, "norms": 7.0}}
     scaler.load_state_dict(saved)  # into the next optimizer, and not into a dead one
     optimizer = torch.optim.SGD([param], lr=1e-3)
-    assert _take([param], [optimizer], scaler, 1.0)
+    assert take_steps([param], [optimizer], scaler, 1.0)
     assert scaler.state_dict()["guard"]["norms"] == 8
 
 
@@ -235,7 +225,7 @@ def _refused_by_one_rank(rank, world_size, how):
             optimizer.step()
             info, refuses = optimizer.last_step, bad in ("overflow", "spike")
         else:
-            info, refuses = _take([param], [optimizer], scaler, size * (rank + 1)), bad is not None
+            info, refuses = take_steps([param], [optimizer], scaler, size * (rank + 1)), bad is not None
         assert (bool(info.applied), param.item() == before) == (not refuses, refuses)
         assert (bool(info.spiked), bool(info.overflowed)) == (bad == "spike", bad == "overflow")
     state = (optimizer if how == "guarded" else scaler).state_dict()["guard"]

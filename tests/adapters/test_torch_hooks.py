@@ -14,18 +14,7 @@ from hypothesis import strategies as st
 from lossscale_core import FixedScaling, NoScaling, SpikeGuard
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import COPIES, EITHER_KIND, INF, Loop, Veto, copies, one, same, two
-
-
-def _steps(scaler, params, optimizers, *sizes):
-    """Take a step of each optimizer with gradients of these sizes."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    scaler.scale(sum((param * size).sum() for param, size in zip(params, sizes, strict=True))).backward()
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    return scaler.update()
-
+from tests.adapters.torch_steps import COPIES, EITHER_KIND, INF, Loop, Veto, copies, one, same, take_steps, two
 
 # -- hooks of one's own ------------------------------------------------------------------------------------------------
 
@@ -46,7 +35,7 @@ def test_hooks_are_called_in_their_order():
 def test_an_entry_of_a_hook_is_saved_and_restored():
     """Beside the scaler's own, under a name of the hook's; a checkpoint without it loads, too."""
     scaler = GradScaler("cpu", hooks=[Veto("mine")])
-    _steps(scaler, *two(), 1.0, 1.0)
+    take_steps(*two(), scaler, 1.0, 1.0)
     resumed = GradScaler("cpu", hooks=[Veto("mine")])
     resumed.load_state_dict(scaler.state_dict())
     assert resumed.state_dict() == scaler.state_dict()
@@ -62,14 +51,14 @@ def test_a_copy_has_hooks_and_a_guard_of_its_own(copied):
     params, optimizers = two()
     scaler = GradScaler("cpu", hooks=[veto], guard=SpikeGuard())
     for size in (1.0, 2.0):
-        _steps(scaler, params, optimizers, size, 1.0)
+        take_steps(params, optimizers, scaler, size, 1.0)
     other, before = copied(scaler), scaler.state_dict()
     assert other.state_dict() == before
     veto.value = 1.0
-    assert _steps(other, params, optimizers, 3.0, 1.0).applied
+    assert take_steps(params, optimizers, other, 3.0, 1.0).applied
     assert other.state_dict()["guard"] != before["guard"]
     assert scaler.state_dict() == before
-    assert not _steps(scaler, params, optimizers, 3.0, 1.0).applied
+    assert not take_steps(params, optimizers, scaler, 3.0, 1.0).applied
     assert (other.state_dict()["veto"], scaler.state_dict()["veto"]) == (3, 3)
 
 
@@ -82,10 +71,10 @@ def test_a_new_scaler_beside_an_optimizer_that_has_stepped():
     param.grad = torch.ones(2)
     new, old = torch.optim.AdamW([param]), torch.optim.AdamW([param])
     old.step()
-    assert _steps(GradScaler("cpu", policy="none"), [param], [old], 1.0).applied
+    assert take_steps([param], [old], GradScaler("cpu", policy="none"), 1.0).applied
     scaler = GradScaler("cpu")
     for optimizer in (new, old):
-        assert _steps(scaler, [param], [optimizer], 1.0).applied
+        assert take_steps([param], [optimizer], scaler, 1.0).applied
 
 
 # -- Protect -----------------------------------------------------------------------------------------------------------

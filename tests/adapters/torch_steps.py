@@ -42,6 +42,16 @@ def take_step(scaler, optimizer, grad, new_scale=None):
     return scaler.update(new_scale)
 
 
+def take_steps(params, optimizers, scaler, *sizes, prepare=()):
+    """Take a step of each optimizer, with gradients of these sizes; return its outcome."""
+    for param, size in zip(params, sizes, strict=True):
+        param.grad = torch.full_like(param, size * scaler.get_scale())
+    scaler.scale(torch.ones((), device=params[0].device))
+    for call, *args in [*prepare, *((scaler.step, each) for each in optimizers)]:
+        call(*args)
+    return scaler.update()
+
+
 def same(first, second):
     """Return whether all tensors of two collections are the same, bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
