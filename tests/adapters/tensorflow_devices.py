@@ -42,5 +42,7 @@ def compiled(function):
     return tf.function(function, autograph=False, jit_compile=True)
 
 
+_NAMES = "Adadelta Adagrad Adam Ftrl GradientDescent ProximalAdagrad ProximalGradientDescent RMSProp"
+OPTIMIZERS_OF_V1 = [getattr(tf.compat.v1.train, f"{name}Optimizer") for name in _NAMES.split()]
 EACH_MODE = pytest.mark.parametrize("mode", [eager, traced])
 EACH_MODE_AND_XLA = pytest.mark.parametrize("mode", [eager, traced, compiled])

@@ -3,7 +3,7 @@
 Each is tried in a graph with a session and eagerly, where it applies to both.
 """
 
-from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY  # noqa: I001
+from tests.adapters.tensorflow_devices import EACH_MODE, OPTIMIZERS_OF_V1, STRATEGY  # noqa: I001
 import copy
 
 import keras
@@ -87,14 +87,9 @@ def test_promises_001_002_003_005_008_014_018_019_031_041_any_optimizer_any_stra
     assert world.value(variable) == 2.75
 
 
-EVERY = ["Adadelta", "Adagrad", "Adam", "Ftrl", "GradientDescent", "ProximalAdagrad", "ProximalGradientDescent"]
-EVERY += ["RMSProp"]
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_promise_001_every_optimizer(world, name):
+@pytest.mark.parametrize("make", OPTIMIZERS_OF_V1)
+def test_promise_001_every_optimizer(world, make):
     """A skipped step between two others leaves no trace in it, to the last bit."""
-    make = getattr(tf1.train, f"{name}Optimizer")
     variable, expected, factor = tf.Variable([1.0, 2.0]), tf.Variable([1.0, 2.0]), tf.Variable(1.0)
     optimizer, bare = v1.LossScaleOptimizer(make(0.1), POLICY), make(0.1)
 
@@ -492,31 +487,6 @@ def test_replicas_in_a_session():
             for each in strategy.experimental_local_results(variable):
                 np.testing.assert_array_equal(session.run(each), [0.5, 1.5])
         assert session.run(optimizer.scale_state.skipped_steps) == 2
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_a_checkpoint_continues(name, tmp_path):
-    """Eagerly, restored before the first step and after one; Adam's beta powers come back, too."""
-
-    def made():
-        variable = tf.Variable([1.0, 2.0])
-        optimizer = v1.LossScaleOptimizer(getattr(tf1.train, f"{name}Optimizer")(0.1), POLICY)
-        return variable, optimizer, lambda: optimizer.minimize(lambda: tf.reduce_sum(variable**2), var_list=[variable])
-
-    (variable, optimizer, step), *others = made(), made(), made()
-    step()
-    step()
-    path = tf.train.Checkpoint(variable=variable, optimizer=optimizer).save(tmp_path / "checkpoint")
-    step()
-    expected = [variable, *optimizer.variables()]
-    for has_begun, (other, restored, other_step) in enumerate(others):
-        if has_begun:
-            other_step()
-        status = tf.train.Checkpoint(variable=other, optimizer=restored).restore(path)
-        other_step()
-        status.assert_consumed()
-        ours = [other, *restored.variables()]
-        assert sorted(each.numpy().tobytes() for each in ours) == sorted(each.numpy().tobytes() for each in expected)
 
 
 def test_a_deep_copy_continues_by_itself():
