@@ -15,6 +15,7 @@ import lossscale_torch
 from lossscale import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import PolicyError
+from tests.adapters.torch_steps import INF, one, take_step
 from tests.command.commanding import run, succeed
 from tests.strategies import overflow_traces
 
@@ -76,11 +77,7 @@ def _one_process():
 
 def _step(scaler, finite):
     """Take one step of torch's own scaler, with a gradient that is finite or not; return the scale after it."""
-    parameter = torch.nn.Parameter(torch.zeros(()))
-    parameter.grad = torch.tensor(1.0 if finite else float("inf"))
-    scaler.scale(torch.zeros(()))
-    scaler.step(torch.optim.SGD([parameter], lr=0.1))
-    scaler.update()
+    take_step(scaler, one(lr=0.1)[1], 1.0 if finite else INF)
     return scaler.get_scale()
 
 
