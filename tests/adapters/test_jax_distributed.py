@@ -195,14 +195,14 @@ def test_parameters_on_several_meshes_leave_the_state_where_it_is():
     assert state.loss_scale.devices() == {jax.devices()[0]}
 
 
+def _mesh_of_two():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
 def test_all_finite_over_axes():
     """One axis or several."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    check = jax.jit(
-        jax.shard_map(
-            lambda x: all_finite(x, axis_name=("data", "model")), mesh=mesh, in_specs=P("data", "model"), out_specs=P()
-        )
-    )
+    specs = {"mesh": _mesh_of_two(), "in_specs": P("data", "model"), "out_specs": P()}
+    check = jax.jit(jax.shard_map(lambda x: all_finite(x, axis_name=("data", "model")), **specs))
     assert check(jnp.ones((4, 2)))
     assert not check(jnp.ones((4, 2)).at[3, 1].set(jnp.nan))
 
@@ -228,17 +228,14 @@ def test_a_forgotten_axis_name_is_an_error(call):
 @pytest.mark.parametrize("given", [None, "data", "model", ("data",)])
 def test_one_of_two_axes_that_is_forgotten_is_an_error(given):
     """A batch that is split over both axes needs both, or its gradients would be summed over the other one."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def step(axis_name):
-        def inner(params, state, images):
-            return value_and_grad(_loss, axis_name=axis_name)(state, params, images).grads
+        differentiated = value_and_grad(_loss, axis_name=axis_name)
+        specs = {"in_specs": (P(), P(), P(("data", "model"))), "out_specs": P()}
+        return jax.shard_map(lambda state, *args: differentiated(state, *args).grads, mesh=_mesh_of_two(), **specs)
 
-        specs = (P(), P(), P(("data", "model")))
-        return jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=P())
-
-    arguments = _params(), init_state(POLICY), jnp.asarray(_batch(DEVICES))
+    arguments = init_state(POLICY), _params(), jnp.asarray(_batch(DEVICES))
     with pytest.raises(ValueError, match=r"losses differ along mesh axis .*, with every axis to combine"):
         step(given)(*arguments)
     grads = step(("data", "model"))(*arguments)
-    _assert_close(grads, jax.grad(_loss)(arguments[0], arguments[2]))
+    _assert_close(grads, jax.grad(_loss)(*arguments[1:]))

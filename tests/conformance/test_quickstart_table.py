@@ -69,15 +69,14 @@ class _JAX(Column):
         self.names["opt_state"] = self.names["optimizer"].init(self.weights)
 
     def step(self, factor):
-        grads = jax.grad(self._scaled_loss)(self.weights, factor)
-        before = lossscale_jax.get_scale_state(self.names["opt_state"])
-        new = self.names["optimizer"].apply_gradients(grads, self.names["opt_state"], self.weights)
-        self.weights, self.names["opt_state"] = new
-        self.names |= {"before": before, "after": lossscale_jax.get_scale_state(self.names["opt_state"])}
+        def scaled_loss(weights):
+            self.names["loss"] = (weights * factor).sum()
+            return self.run(_SCALE)
 
-    def _scaled_loss(self, weights, factor):
-        self.names["loss"] = (weights * factor).sum()
-        return self.run(_SCALE)
+        before, grads = self.names["opt_state"], jax.grad(scaled_loss)(self.weights)
+        self.weights, after = self.names["optimizer"].apply_gradients(grads, before, self.weights)
+        states = {"before": before.scale_state, "after": after.scale_state}
+        self.names |= {"opt_state": after, **states}
 
 
 class _Keras(Column):

@@ -1,6 +1,8 @@
-"""The files by which others join the project say what the project does."""
+"""The files of the project say what it does: the README and its commands, versions, workflows, metadata, releases."""
 
+import ast
 import datetime
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -10,12 +12,56 @@ import pytest
 import lossscale_core
 
 ROOT = Path(__file__).parents[2]
-GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
-FRAMEWORKS = ["numpy", *(name.removesuffix("-test") for name in GROUPS if name.endswith("-test"))]
 
 
 def _text(name):
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+README, NOXFILE, PYPROJECT = map(_text, ("README.md", "noxfile.py", "pyproject.toml"))
+GROUPS, PROJECT = (tomllib.loads(PYPROJECT)[name] for name in ("dependency-groups", "project"))
+EXTRAS = PROJECT["optional-dependencies"]
+FRAMEWORKS = [name for name in EXTRAS if f"{name}-test" in GROUPS]
+FLOORS = [*PROJECT["dependencies"], *(floor for name in FRAMEWORKS for floor in EXTRAS[name])]
+ADDRESS = "https://example.org/them/lossscale"
+TARGET = re.compile(r"(!?)\[[^\]]*\]\(([^)]+)\)")
+BLOCK = re.compile(r"^( *)```(\w+).*?\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+# -- the README --------------------------------------------------------------------------------------------------------
+
+
+def test_ci_runs_the_readmes_test_command():
+    """One line, word for word the same in both places."""
+    (command,) = re.findall(r"^python3 -m venv .*nox -j 2$", README, flags=re.MULTILINE)
+    assert command in _text(".ci/run").splitlines()
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_code_fits_the_page(document):
+    """A line of code has at most 88 columns, its comment included; what a program prints is wrapped by the page."""
+    for indent, kind, block in BLOCK.findall(document.read_text()):
+        prompts = ("$ ",) if kind == "console" else (">>> ", "... ") if ">>> " in block else ("",)
+        lines = [line.removeprefix(indent) for line in block.splitlines()]
+        assert [line for line in lines if line.startswith(prompts) and len(line) > 88] == []
+
+
+def test_the_project_stands_alone():
+    """No file names a place outside the repository."""
+    outside = re.compile(r"\.\./" + r"shared|/" + r"work/|/" + r"tmp/")
+    for path in [
+        *DOCUMENTS,
+        *ROOT.glob("src/**/*.py"),
+        *ROOT.glob("tests/**/*.py"),
+        *ROOT.glob("*.*"),
+        ROOT / ".ci/run",
+    ]:
+        if path.is_file() and path.suffix != ".png" and path.name != ".git":  # which is a file in a worktree
+            assert not outside.search(path.read_text()), path
+
+
+# -- how others join ---------------------------------------------------------------------------------------------------
 
 
 def test_each_release_in_the_changelog_has_a_date():
@@ -54,7 +100,7 @@ def test_the_public_workflow_runs_every_default_session_and_every_nightly_one():
     text = _text(".github/workflows/ci.yml")
     for session in ("lint", "typing", "conformance", "docs", "build", "mutants"):
         assert f"- {session}\n" in text
-    for framework in FRAMEWORKS:
+    for framework in ("numpy", *FRAMEWORKS):
         assert f"- tests(framework='{framework}')\n" in text
         for session in ("oldest", "kaggle", "colab", "newest", "sweep"):
             assert f"- {session}(framework='{framework}')\n" in text
@@ -68,3 +114,108 @@ def test_the_public_workflows_pin_what_they_use(name):
     used = re.findall(r"uses: (.+)$", _text(f".github/workflows/{name}"), flags=re.MULTILINE)
     assert used
     assert all(re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", each) for each in used)
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def _pins(session):
+    """Return the versions that a session installs, without what stands for all patches of one."""
+    lines = _text(f"tests/versions/{session}.txt").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    return {name.removesuffix("-cpu"): version.removesuffix(".*") for name, version in pins.items()}
+
+
+def test_the_frameworks_are_those_of_the_sessions():
+    """Each extra of a framework has a group of packages for its tests, and is in `FRAMEWORKS` and in `all`."""
+    (pins,) = (node.value for node in ast.parse(NOXFILE).body if ast.unparse(node).startswith("FRAMEWORKS = "))
+    assert [key.value for key in pins.keys] == ["numpy", *FRAMEWORKS]
+    assert EXTRAS["all"] == [f"lossscale[{','.join([*FRAMEWORKS, 'demo'])}]"]
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_requirement_is_one_floor(floor: str):
+    """A name, `>=` and a version, which `nox -s oldest` installs."""
+    name, version = re.fullmatch(r"([a-z-]+)>=([\d.]+)", floor).groups()
+    assert _pins("oldest")[name] == version
+
+
+def test_the_pythons_declared_are_run():
+    """Of the classifiers, the lowest is `requires-python`'s, and a session runs each."""
+    declared = [text.rsplit(" ", 1)[1] for text in PROJECT["classifiers"] if ":: Python :: 3." in text]
+    assert PROJECT["requires-python"] == f">={declared[0]}"
+    assert set(re.findall(r'python="(3\.\d+)"', NOXFILE)) == set(declared)
+
+
+def test_the_page_lists_the_versions_that_sessions_run():
+    """Each row of the table of versions is a session: what it pins, and of the newest releases those that work."""
+    page = _text("docs/works-with.md")
+    header, _, *rows = re.findall(r"^\|.+\|$", page.split("## Versions")[1].split("\n## ")[0], flags=re.MULTILINE)
+    names = [each.strip().lower() for each in re.split("[|,]", header.strip("|"))]
+    table = {}
+    for row in rows:
+        session, *cells = (each.strip() for each in re.split("[|,]", row.strip("|")))
+        table[re.search(r"`(\w+)`", session)[1]] = dict(zip(names[1:], cells, strict=True))
+    assert list(table) == ["oldest", "kaggle", "colab", "tests", "newest", "smoke"]
+    pythons = {name: version for version, name in re.findall(r'python="(3\.\d+)"\)\n.*\ndef (\w+)', NOXFILE)}
+    for session in ("oldest", "kaggle", "colab"):
+        pins = _pins(session) | {"python": pythons[session]}
+        pins["pytorch"] = pins["torch"]
+        assert table[session] == {name: pins[name] for name in names[1:]}
+    pinned = dict(re.findall(r'"([a-z-]+)==([\d.]+?)(?:\.\*)?"', NOXFILE))
+    pinned |= {"pytorch": pinned["torch"], "tensorflow": pinned["tensorflow-cpu"]}
+    assert table["tests"].items() >= {name: pinned[name] for name in names[3:]}.items()
+    newest = table["newest"]
+    assert newest["python"] == pythons["newest"]
+    assert table["smoke"] == newest | {"python": pythons["smoke"], "tensorflow": "–", "keras": "–"}
+
+
+# -- what a package index shows ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hook():
+    """Return the module that the build runs."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _metadata(hook, folder, repository):
+    """Return the metadata that a build adds where the address of the repository is this one."""
+    (place,) = re.findall(r'^repository = "(.*)"', PYPROJECT, flags=re.MULTILINE)
+    text = PYPROJECT.replace(f'repository = "{place}"', f'repository = "{repository}"')
+    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    (folder / "README.md").write_text(README, encoding="utf-8")
+    metadata = {}
+    hook.CustomMetadataHook(str(folder), {}).update(metadata)
+    return metadata
+
+
+def test_one_address_makes_every_link_of_the_readme_absolute(hook, tmp_path):
+    """Pictures are raw files, documents are pages, and each of them is a file of the repository."""
+    metadata = _metadata(hook, tmp_path, f"{ADDRESS}/")
+    targets = TARGET.findall(metadata["readme"]["text"])
+    assert len(targets) == len(TARGET.findall(README)) > 10
+    for is_picture, target in targets:
+        start = f"{ADDRESS}/raw/HEAD/" if is_picture else f"{ADDRESS}/blob/HEAD/"
+        assert target.startswith(start)
+        assert (ROOT / target.removeprefix(start).partition("#")[0]).exists(), target
+    assert metadata["urls"]["Issues"] == f"{ADDRESS}/issues"
+
+
+def test_without_an_address_nothing_is_invented(hook, tmp_path):
+    """The README stays as it is, and has no URLs."""
+    metadata = _metadata(hook, tmp_path, "")
+    assert metadata["readme"] == {"content-type": "text/markdown", "text": README}
+    assert metadata["urls"] == {}
+
+
+def test_the_version_is_written_once():
+    """In the core's `__init__.py`, from which the build reads it; the changelog has it when it is released."""
+    version = lossscale_core.__version__
+    files = [*ROOT.glob("*.*"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    named = [path for path in files if path.suffix in (".md", ".py", ".toml", ".cff", ".yml")]
+    holders = [path.name for path in named if re.search(rf"\b{re.escape(version)}\b", path.read_text(encoding="utf-8"))]
+    assert set(holders) - {"CHANGELOG.md"} == {"__init__.py"}
