@@ -1,13 +1,20 @@
-"""What the five verbs of every package make of odd leaves and of wrong arguments; values and dtypes are the suite's."""
+"""The functions of every package: what the verbs make of odd leaves and wrong arguments, and what is public."""
+
+import inspect
 
 import numpy as np
 import pytest
 
+import lossscale_core
+from lossscale_core.adapters import OverflowReport
 from lossscale_core.errors import PolicyError
 from tests.conformance.backends import BACKENDS
+from tests.conformance.suite._checks import VERBS
 
 ADAPTERS = {backend.verbs.__name__: backend for backend in reversed(BACKENDS) if backend.name != "host"}
 EACH = pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
+PACKAGES = [backend.verbs for backend in ADAPTERS.values() if backend.verbs is not lossscale_core]
+EACH_PACKAGE = pytest.mark.parametrize("adapter", PACKAGES, ids=lambda module: module.__name__)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -54,3 +61,35 @@ def test_arguments_in_the_wrong_place_are_named(adapter):
             call()
     with pytest.raises(PolicyError, match="'cuda' is not a loss-scaling policy; pass a policy such as"):
         verbs.init_state("cuda")
+
+
+@EACH_PACKAGE
+def test_the_face_lists_what_users_may_touch(adapter):
+    """Sorted, complete and documented; a class is found where users import it."""
+    submodules = {name for name, value in vars(adapter).items() if inspect.ismodule(value)} - {*adapter.__all__}
+    public = {name for name in vars(adapter) if not name.startswith("_")} - submodules
+    assert {*adapter.__all__, "overflow_report", *VERBS} == public
+    assert sorted(adapter.__all__) == sorted(set(adapter.__all__))
+    for name in adapter.__all__:
+        assert getattr(adapter, name).__doc__, name
+        if inspect.isclass(getattr(adapter, name)):
+            homes = (adapter.__name__, "lossscale_keras", "lossscale_core", "lossscale_core.adapters")
+            assert getattr(adapter, name).__module__ in homes, name
+
+
+@EACH_PACKAGE
+def test_one_import_is_enough(adapter):
+    """The policies and the guard are also found where the scaler is, and are the core's own."""
+    for name in ("NoScaling", "FixedScaling", "DynamicScaling", "SpikeGuard"):
+        assert name in adapter.__all__
+        assert getattr(adapter, name) is getattr(lossscale_core, name)
+
+
+@EACH_PACKAGE
+def test_overflow_report_has_the_same_parameters(adapter):
+    """It takes gradients in the form of the framework, and the loss by its name."""
+    signature = inspect.signature(adapter.overflow_report)
+    assert signature.return_annotation is OverflowReport
+    gradients, loss = signature.parameters.values()
+    assert gradients.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert (loss.name, loss.kind, loss.default) == ("loss", inspect.Parameter.KEYWORD_ONLY, None)

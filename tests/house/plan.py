@@ -137,13 +137,13 @@ TESTS = {
         _guard: guard mistakes
         _report: report watch guard mistakes
         _step: conformance guard conformance/guards_across_frameworks
-        adapters __init__: import mistakes loops
+        adapters __init__: import mistakes testing
         *: verbs policy_rule checkpoint config report conformance check_policy
     """,
     "lossscale_core.testing": """
         _check: check_policy own_policies
         _simulation: testing mistakes guard
-        loops: loops adapters/jax_check_step
+        loops: testing adapters/jax_check_step
         __init__: testing
         *: guard
     """,
