@@ -1,14 +1,12 @@
 """`loss_scaled`: clipping, accumulation, dtypes, memory, its state; `test_jax_programs.py` has its steps."""
 
-import copy
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from lossscale_core import DynamicScaling, state_to_dict
+from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
 from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
 from lossscale_jax._gradients import check
 from tests.adapters.jax_reading import WAYS, bits, reads_told, refuse, step_of
@@ -160,17 +158,11 @@ def test_a_large_max_norm_clips_nothing_and_one_of_zero_all(max_norm, size):
     assert params.tolist() == [-size if max_norm else 0.0] * 2
 
 
-@pytest.mark.parametrize(
-    "rebuild",
-    [copy.copy, copy.deepcopy, lambda optimizer: jax.tree.map(lambda leaf: leaf, optimizer)],
-    ids=["copy", "deepcopy", "pytree"],
-)
-def test_a_rebuilt_optimizer_has_everything(rebuild):
+def test_a_rebuilt_optimizer_has_everything():
     """flax 0.11 takes an optimizer apart into a pytree's leaves and puts it together again."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY)
-    rebuilt = rebuild(optimizer)
-    assert type(rebuilt) is type(optimizer)
-    assert rebuilt.policy == POLICY
+    rebuilt = jax.tree.map(lambda leaf: leaf, optimizer)
+    assert (type(rebuilt), rebuilt.policy) == (type(optimizer), POLICY)
     opt_state = rebuilt.init(PARAMS)
     for way in WAYS:
         expected = getattr(optimizer, way)(GRADS, opt_state, PARAMS)
@@ -213,3 +205,60 @@ def test_a_restored_scale_moves_to_the_mesh_as_a_new_one_does():
     step(jax.device_put(PARAMS, everywhere), load_scale_state(opt_state, saved, POLICY), GRADS)
     placed = load_scale_state(jax.device_put(opt_state, jax.devices()[3]), saved, POLICY)
     assert get_scale_state(placed).loss_scale.devices() == {jax.devices()[3]}
+
+
+# -- `skip="select"`: a skip without a conditional, since XLA could read its predicate on the host --------------------
+
+
+SETTINGS = [
+    {},
+    {"max_norm": 1.0},
+    {"guard": SpikeGuard()},
+    {"keep_dtypes": True, "max_norm": 1.0, "guard": SpikeGuard()},
+    {"accumulation_steps": 2, "max_norm": 1.0},
+    {"accumulation_steps": 2, "drop": "micro_batch", "max_norm": 1.0, "guard": SpikeGuard()},
+]
+
+
+def _primitives(jaxpr):
+    """Yield the names of the primitives of a jaxpr, however deep."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(parameter, "eqns"):
+                yield from _primitives(parameter)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings) or "plain")
+@pytest.mark.parametrize("way", ["update", "apply_gradients"])
+def test_a_step_by_select_holds_no_conditional(way, settings, monkeypatch):
+    """Neither around the step nor in the check, the norm or the guard; by `cond` it holds some, and so on a CPU."""
+    counts = {}
+    for skip in ("cond", "select", "cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda skip=skip: skip)  # the default asks for it alone
+        settings = {**settings, "skip": None if skip in ("cpu", "gpu") else skip}
+        optimizer = loss_scaled(optax.adam(0.1, eps=1e-4), POLICY, **settings)
+        jaxpr = jax.make_jaxpr(getattr(optimizer, way))(GRADS, optimizer.init(PARAMS), PARAMS)
+        counts[skip] = list(_primitives(jaxpr)).count("cond")
+    assert counts["select"] == counts["gpu"] == 0 < counts["cond"] == counts["cpu"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"guard": SpikeGuard(warmup=1)}], ids=["plain", "guard"])
+def test_a_skip_by_select_shows_zeros_to_the_wrapped_optimizer(settings):
+    """Neither what overflowed nor a spike, so that nothing in it fails, loops or reports because of them."""
+    seen = []
+
+    def record(updates, state, params=None):
+        largest = jnp.stack([jnp.abs(leaf).max() for leaf in jax.tree.leaves(updates)]).max()
+        jax.debug.callback(lambda number: seen.append(float(number)), largest, ordered=True)
+        return updates, state
+
+    inner = optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), record), optax.sgd(1.0))
+    optimizer = loss_scaled(inner, 1.0, skip="select", **settings)
+    opt_state, step = optimizer.init(PARAMS), jax.jit(optimizer.apply_gradients)
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    for grads in (ones, BAD, *[ones] * 3, _times(ones, 1e3)):
+        params, opt_state = step(grads, opt_state, PARAMS)
+        jax.effects_barrier()
+        assert (bits(params) == bits(PARAMS)) == (seen[-1] == 0.0)
+    assert seen == [1.0, 0.0, 1.0, 1.0, 1.0, 0.0 if "guard" in settings else 1e3]

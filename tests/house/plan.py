@@ -174,7 +174,7 @@ TESTS = {
     """,
     "lossscale_jax": """
         _gradients _verbs: verbs mistakes optimizer conformance/backends@jax
-        _optimizer: optimizer guard select mistakes bits programs
+        _optimizer: optimizer guard mistakes bits programs
         _states: optimizer mistakes distributed
         testing: check_step batch_norm mistakes
         __init__: verbs
