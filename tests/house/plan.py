@@ -176,7 +176,7 @@ TESTS = {
         _gradients _verbs: verbs mistakes optimizer conformance/backends@jax
         _optimizer: optimizer guard mistakes bits programs
         _states: optimizer mistakes distributed
-        testing: check_step batch_norm mistakes
+        testing: check_step mistakes
         __init__: verbs
         *: distributed other_tools around
     """,
