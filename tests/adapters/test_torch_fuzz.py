@@ -166,7 +166,7 @@ class _Side:
         elif event == "write scale":
             scaler._scale.fill_(32.0)
         elif event == "write tracker":
-            scaler._growth_tracker.fill_(0)
+            scaler._growth_tracker.fill_(min(3, scaler.get_growth_interval() - 1))
         elif event == "assign scale":
             scaler._scale = torch.tensor(128.0)
         elif event == "tensors":

@@ -36,7 +36,6 @@ from tests.strategies import flags
 
 FULL = np.int32(2**31 - 1)
 FROM_HIGH = functools.partial(DynamicScaling, init_scale=2.0**24)
-AT_FLOOR = DynamicScaling(init_scale=8.0, min_scale=8.0)
 AT_CEILING = DynamicScaling(init_scale=LARGEST_SCALE, max_scale=LARGEST_SCALE, growth_interval=1)
 UNBOUNDED = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
 FALLING = DynamicScaling(init_scale=2.0**30, growth_interval=50)
@@ -54,14 +53,10 @@ DIAGNOSES = [
     (FROM_HIGH(), "11F 150T 1F 1T", "healthy: 12 of 163 .*"),  # one overflow long after the calibration
     (DynamicScaling(), "1T 2F 3T", "calibrating: 2 of 6 .*"),
     (DynamicScaling(), "1T 2F 4T", "healthy: 2 of 7 .*"),
-    (DynamicScaling(), "1T " + "2F 1T " * 5, "skipping too often.*"),
     (DynamicScaling(), "1F 1T " * 16, "skipping too often.*"),
     (DynamicScaling(), "17F 1T", "healthy.*"),  # all the way down
     (DynamicScaling(growth_interval=5), "5T 1F " * 20, "healthy.*"),  # by design
     (DynamicScaling(growth_interval=1), "1T 1F " * 100, "healthy.*"),  # by design
-    (FROM_HIGH(growth_interval=50), "6F 50T 1F", "healthy.*"),
-    (FROM_HIGH(growth_interval=50), "5T 1F " * 20, "skipping too often.*"),
-    (FROM_HIGH(cooldown=10), "6F 1T", "healthy.*"),
     (FROM_HIGH(cooldown=1000), "6F 40T", "healthy.*"),
     (DEEPSPEEDS, "7F 51T 2F 51T 2F 5T", "healthy.*"),
     (MEGATRONS, "7F 50T 2F 5T", "healthy.*"),
@@ -74,11 +69,9 @@ DIAGNOSES = [
         "40F",
         f"stuck at min_scale: the last 40 steps in a row .* below 1. {LOOK}, or lower min_scale.",
     ),
-    (AT_FLOOR, "8F", f"stuck at min_scale: .* below 8. {LOOK}, or lower min_scale."),
     (UNBOUNDED, "200F", rf"stuck at min_scale: .* below 2\*\*-126. {LOOK}\."),  # it cannot be lower
     (UNBOUNDED, "20F 1T", f"skipping too often.*{LOOK}."),
     (UNBOUNDED, "3T 1F 6T " * 50 + "3T 1F 1T", f"skipping too often.*{LOOK}."),
-    (FixedScaling(1024.0), "1T 1F " * 4, "skipping too often.*"),
     (FixedScaling(0.5), "8F", f"skipping too often.*{LOOK}."),
     (FixedScaling(8.0), "8F", "skipping too often: .* A scale of 8 is too large .* lower it, or use DynamicScaling."),
     (AT_CEILING, "1T", "pressing against max_scale: .* give the loss a larger weight."),
@@ -89,16 +82,13 @@ DIAGNOSES = [
     (FALLING, "50T 8F " * 2, "skipping too often.* diverging loss; a longer growth_interval tries a larger scale .*"),
     # A run in bfloat16 has no scale.
     (NoScaling(), "", "not started: no step yet."),
-    (NoScaling(), "9T", "healthy: 0 of 9 steps skipped."),
     (NoScaling(), "1T 1F", "healthy: 1 of 2 steps skipped."),
     (NoScaling(), "3F", f"not started: no step applied yet, 3 of 3 steps skipped. {LOOK}."),
     (NoScaling(), "200F", rf"skipping too often: the last 200 steps in a row overflowed \(200 of 200 .*\). {LOOK}."),
     # Policies of a user: by their bounds, their interval, and what an overflow costs.
-    (AdditiveScaling(growth_interval=500), "1T 5F 30T", "healthy.*"),
     (AdditiveScaling(), "2T 1F " * 20, "skipping too often.*"),
     (AdditiveScaling(), "5T 30F", "stuck at min_scale.*"),
     (AdditiveScaling(max_overflow_streak=3), "3F", "skipping too often: overflow_streak=3 has reached.*"),
-    (BareAdditiveScaling(), "50T", "healthy.*"),
     (BareAdditiveScaling(), "8F", f"skipping too often.*{LOOK}."),
 ]
 
