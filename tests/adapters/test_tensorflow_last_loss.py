@@ -325,6 +325,10 @@ SCALE = ("scale", "get_scaled_loss", 2.0, 1.0)
 
 
 @example(calls=[SCALE, ("unscale", None, 0, True), SCALE, ("apply", 0)], mode=eager)  # a pipeline
+@example(
+    calls=[SCALE, ("minimize", 1, 2.0), SCALE, ("unscale", 0, 0, False), ("apply scaled", 1, 1, True), ("apply", 0)],
+    mode=eager,
+)  # each by name
 @few_examples
 @given(calls=st.lists(CALLS, max_size=12), mode=st.sampled_from([eager, eager, traced]))
 def test_any_order_of_calls(calls, mode):
@@ -397,15 +401,6 @@ def test_gradients_that_another_place_applies(by, scaled_in, applied_in):
         two.optimizer.dynamic_scale.assign(64.0)
         apply(grads)
     two.went(12.0)
-
-
-def test_a_micro_batch_outside_of_the_function_that_takes_the_step():
-    """The function scales the last micro-batch, and unscales the sum."""
-    two = Two()
-    last = traced(lambda total: two.unscale_and_apply([total + two.scaled(0, 3.0)[0]], 0))
-    for _ in range(4):
-        last(two.scaled(0, 3.0)[0])
-    assert float(two.weights[0]) == -24.0
 
 
 @EACH_MODE
