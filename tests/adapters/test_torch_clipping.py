@@ -154,13 +154,3 @@ def test_in_place_means_in_place(make, max_norm):
     torch.nn.utils.clip_grad_value_(params, 0.125)
     scaler.step(optimizer)
     torch.testing.assert_close(-params[0].detach(), torch.full((4,), 0.125))
-
-
-def test_float16_gradients_are_refused_before_anything_is_unscaled():
-    """Also where those of another optimizer could be."""
-    params = _params(torch.full((1,), 32.0), torch.full((1,), 32.0, dtype=torch.float16))
-    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
-    scaler = ready(init_scale=16.0)
-    with pytest.raises(ValueError, match="FP16 gradients"):
-        scaler.unscale_and_clip_(optimizers, 1.0)
-    assert params[0].grad.item() == 32.0

@@ -179,6 +179,7 @@ BOTH = (
     "growth_factor, backoff_factor and growth_interval, as in policy=DynamicScaling(init_scale=1024.0, growth_factor=4"
 )
 A_POLICYS = "min_scale is a setting of a policy; write GradScaler(..., policy=DynamicScaling(min_scale=1.0))"
+TOOLS_NAME = "'scale_window' is called growth_interval in GradScaler; write growth_interval=100"
 NO_INTERVAL = "NoScaling() has no growth_interval; make the scaler with another policy"
 ERRORS = {
     "a scale of NaN": _settings("init_scale=nan must be a number from 2**-126 to 2**126, where ... ; pass", NAN),
@@ -195,6 +196,12 @@ ERRORS = {
     "no interval": (lambda: GradScaler("cpu", policy="none").set_growth_interval(3), PolicyError, NO_INTERVAL),
     "a policy's setting": (lambda: GradScaler("cpu", min_scale=1.0), TypeError, A_POLICYS),
     "misspelt": (lambda: GradScaler("cpu", grow_interval=3), TypeError, "did you mean 'growth_interval'"),
+    "a tool's name": (lambda: GradScaler("cpu", scale_window=100), TypeError, TOOLS_NAME),
+    "a tool's name for guarded": (
+        lambda: guarded(_sgd(), clip_norm=1.0),
+        TypeError,
+        "called max_norm in guarded; write",
+    ),
     "a scale as device": (lambda: GradScaler(2.0**16), TypeError, "write GradScaler('cuda', init_scale=65536.0)"),
     "a policy as device": (lambda: GradScaler({"kind": "none"}), TypeError, "must name a device type ... policy="),
     "an unknown device": (lambda: GradScaler("gpu"), ValueError, "device='gpu' is not a device ... pass 'cuda'"),
@@ -365,13 +372,3 @@ def test_a_dict_that_no_scaler_saved_is_named(make, words):
         scaler = GradScaler("cpu")
         scaler.load_state_dict(state_to_dict(state_from_tool(tool, make())))
         assert scaler.get_scale() == 4096.0
-
-
-def test_the_names_of_other_tools_are_known():
-    """The error has the name that a setting has here, also of `guarded`."""
-    with pytest.raises(
-        TypeError, match=r"'scale_window' is called growth_interval in GradScaler; write growth_interval=100"
-    ):
-        GradScaler("cpu", scale_window=100)
-    with pytest.raises(TypeError, match=r"'clip_norm' is called max_norm in guarded; write max_norm=1.0"):
-        guarded(_sgd(), clip_norm=1.0)
