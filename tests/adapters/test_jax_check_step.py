@@ -1,6 +1,7 @@
 """`check_train_step` passes steps that follow loss scaling, and names what the others move on a skipped step."""
 
 import contextlib
+import functools
 
 import equinox as eqx
 import jax
@@ -10,10 +11,10 @@ import optax
 import pytest
 from flax import nnx
 
-from lossscale_core import DynamicScaling, step_info
+from lossscale_core import DynamicScaling
 from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, select, value_and_grad
 from lossscale_jax.testing import check_train_step
-from tests.adapters.pages import code_of, split_loop
+from tests.adapters.pages import code_of
 
 POLICY = DynamicScaling(init_scale=2.0**10)
 ADAM = optax.adam(1e-2)
@@ -62,15 +63,6 @@ def test_steps_that_follow_pass(transform):
     """With `loss_scaled`, and by hand with `select`."""
     check_train_step(transform(_with_optimizer), (PARAMS, OPTIMIZER.init(PARAMS)), BATCHES)
     check_train_step(transform(_by_hand(select)), _start(), BATCHES)
-
-
-def test_the_step_of_the_page_passes():
-    """That of docs/jax.md, as it stands there."""
-    names = {}
-    exec(split_loop(code_of("docs/jax.md", "Around an optimizer"))[0], names)
-    batches = [(batch, batch[:, 0]) for batch in jax.random.normal(jax.random.key(1), (6, 4, 2))]
-    start = names["params"], names["opt_state"]
-    check_train_step(lambda state, batch: names["step"].__wrapped__(*state, *batch), start, batches)
 
 
 def test_an_average_and_a_count_outside_of_the_select():
@@ -189,52 +181,35 @@ def test_what_cannot_be_checked_is_refused():
 
 # -- statistics that a forward pass moves: the documented lines put them back ------------------------------------------
 
-IMAGES = np.random.default_rng(0).standard_normal((6, 128, 64), dtype=np.float32)
-LABELS = np.random.default_rng(1).integers(0, 10, (6, 128))
-IMAGE_BATCHES = list(zip(IMAGES, LABELS, strict=True))
+SAMPLES = [(x, x[:, 0]) for x in jax.random.normal(jax.random.key(1), (6, 32, 2))]
 
 
-class Network(nnx.Module):
-    """A layer with BatchNorm before and after it."""
-
-    def __init__(self, rngs):
-        self.bn = nnx.BatchNorm(64, rngs=rngs)
-        self.linear = nnx.Linear(64, 10, rngs=rngs)
-        self.out = nnx.BatchNorm(10, rngs=rngs)
-
-    def __call__(self, images):
-        """Return the logits."""
-        return self.out(self.linear(self.bn(images)))
+@functools.cache
+def _page():
+    """Return what docs/jax.md defines: a network with BatchNorm, its step and an optimizer."""
+    x, y = SAMPLES[0]
+    names = globals() | {"policy": POLICY, "x": x, "y": y}
+    exec(code_of("docs/jax.md", "BatchNorm and other state of a model"), names)
+    return names
 
 
 def _modules():
-    network = Network(nnx.Rngs(0))
-    return network, nnx.Optimizer(network, loss_scaled(optax.sgd(0.1), POLICY), wrt=nnx.Param)
+    network = _page()["Network"](nnx.Rngs(0))
+    return network, nnx.Optimizer(network, _page()["optimizer"], wrt=nnx.Param)
 
 
-def _network_loss(network, batch):
-    images, labels = batch
-    return optax.softmax_cross_entropy_with_integer_labels(network(images), labels).mean()
+def _documented(modules, batch):
+    _page()["nnx_step"](*modules, *batch)
 
 
-def _network_grads(network, optimizer, batch):
-    state = get_scale_state(optimizer.opt_state)
-    return nnx.grad(lambda network: scale(_network_loss(network, batch), state))(network)
+def _network_grads(network, state, batch):
+    x, y = batch
+    return nnx.grad(lambda network: scale(jnp.mean((network(x) - y) ** 2), state))(network)
 
 
 def _naive(modules, batch):
     network, optimizer = modules
-    optimizer.update(network, _network_grads(network, optimizer, batch))
-
-
-def _documented(modules, batch):
-    network, optimizer = modules
-    before = get_scale_state(optimizer.opt_state)
-    old = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-    optimizer.update(network, _network_grads(network, optimizer, batch))
-    applied = step_info(before, get_scale_state(optimizer.opt_state)).applied
-    new = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-    nnx.update(network, select(applied, new, old))
+    optimizer.update(network, _network_grads(network, get_scale_state(optimizer.opt_state), batch))
 
 
 def _functional(step, split, merge):
@@ -265,9 +240,9 @@ def test_a_step_over_modules_may_return_something():
         lambda modules: jnp.float32(1.0),
         lambda modules: (jnp.float32(1.0), {"loss": 1.0}),
     ):
-        check_train_step(returning(result), _modules(), IMAGE_BATCHES, may_move=["[1].step"])
+        check_train_step(returning(result), _modules(), SAMPLES, may_move=["[1].step"])
         with pytest.raises(AssertionError, match=r"but \[1\]\.step went from 0 to 1;"):
-            check_train_step(returning(result), _modules(), IMAGE_BATCHES)
+            check_train_step(returning(result), _modules(), SAMPLES)
 
 
 def test_a_module_and_an_optimizer_state_are_checked():
@@ -277,15 +252,14 @@ def test_a_module_and_an_optimizer_state_are_checked():
     @nnx.jit
     def step(training, batch):
         network, opt_state = training
-        before = get_scale_state(opt_state)
-        grads = nnx.grad(lambda network: scale(_network_loss(network, batch), before))(network)
+        grads = _network_grads(network, get_scale_state(opt_state), batch)
         updates, opt_state = optimizer.update(grads, opt_state, nnx.state(network, nnx.Param))
         nnx.update(network, optax.apply_updates(nnx.state(network, nnx.Param), updates))
         return network, opt_state
 
-    network = Network(nnx.Rngs(0))
+    network, _ = _modules()
     with pytest.raises(AssertionError, match=r"\[0\]\.bn\.mean changed, .*\.var changed; .*; select it"):
-        check_train_step(step, (network, optimizer.init(nnx.state(network, nnx.Param))), IMAGE_BATCHES)
+        check_train_step(step, (network, optimizer.init(nnx.state(network, nnx.Param))), SAMPLES)
 
 
 def test_split_modules_are_checked():
@@ -296,9 +270,9 @@ def test_split_modules_are_checked():
         (nnx.split, lambda state: nnx.merge(*state), "[1][1].step", r"\[1\]\[0\]\.bn\.mean changed"),
         (pure, lambda state: nnx.merge(graph, state), "[1]['step']", r"\[0\]\['bn'\]\['mean'\] changed"),
     ]:
-        check_train_step(_functional(_documented, split, merge), split(_modules()), IMAGE_BATCHES, may_move=[count])
+        check_train_step(_functional(_documented, split, merge), split(_modules()), SAMPLES, may_move=[count])
         with pytest.raises(AssertionError, match=message):
-            check_train_step(_functional(_naive, split, merge), split(_modules()), IMAGE_BATCHES, may_move=[count])
+            check_train_step(_functional(_naive, split, merge), split(_modules()), SAMPLES, may_move=[count])
 
 
 class Equinox(eqx.Module):
@@ -318,11 +292,11 @@ def _equinox(follow):
     """Return the step of docs/jax.md, with what it calls for `select`, and its state at the start."""
 
     def make(key):
-        return Equinox(eqx.nn.Linear(64, 10, key=key), eqx.nn.BatchNorm(10, "batch", mode="batch"))
+        return Equinox(eqx.nn.Linear(2, 10, key=key), eqx.nn.BatchNorm(10, "batch", mode="batch"))
 
     model, model_state = eqx.nn.make_with_state(make)(jax.random.key(0))
     optimizer = loss_scaled(optax.sgd(0.1), POLICY)
-    names = globals() | {"optimizer": optimizer, "select": follow}
+    names = _page() | {"optimizer": optimizer, "select": follow}
     exec(code_of("docs/jax.md", "BatchNorm and other state of a model", 2), names)
     start = model, model_state, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     return lambda training, batch: names["equinox_step"](*training, *batch), start
@@ -331,7 +305,7 @@ def _equinox(follow):
 def test_the_state_of_equinox_is_kept():
     """The check passes the documented step, and names the state of one that forgets it."""
     step, start = _equinox(select)
-    check_train_step(step, start, IMAGE_BATCHES)
+    check_train_step(step, start, SAMPLES)
     forgetful, start = _equinox(lambda applied, new, old: new)
     with pytest.raises(AssertionError, match=r"step 0 was to be skipped, but \[1\]\[<flat index 0>\]"):
-        check_train_step(forgetful, start, IMAGE_BATCHES)
+        check_train_step(forgetful, start, SAMPLES)
