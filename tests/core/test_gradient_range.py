@@ -51,6 +51,8 @@ def test_a_gradient_that_misses_the_scale_is_named(added):
     assert clamped.unscaled == ["w"]
     scaled_again = gradient_range(lambda scale: {"w": np.float64(scale) ** 1.5 * np.ones(3)})
     assert scaled_again.unscaled == ["w"]
+    lost = gradient_range(lambda scale: {"w": np.float32(scale % 2.0**40) * np.ones(3)})  # at the largest scale only
+    assert lost.unscaled == ["w"]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

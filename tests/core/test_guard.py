@@ -78,7 +78,9 @@ def test_a_spike_counts_as_the_limit(norms):
     for norm in norms:
         limit = guard.limit(state)
         accepted, after = guard.check(state, norm)
-        assert guard.check(GuardState(*map(np.asarray, state)), norm) == (accepted, after)
+        on_arrays = guard.check(GuardState(*map(np.asarray, state)), norm)
+        assert on_arrays == (accepted, after)
+        assert {type(value) for value in on_arrays[1]} == {np.ndarray}
         with np.errstate(all="ignore"):
             alike = guard.check(GuardState(*(np.stack([value] * 2) for value in state)), np.float32([norm] * 2))
         assert [accepted, *after] == [alike[0][1], *(value[1] for value in alike[1])]
