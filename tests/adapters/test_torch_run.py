@@ -169,7 +169,7 @@ def test_an_option_after_the_script_is_the_scripts(run, tmp_path, options, lines
         assert said[0] == "lossscale: --trace after train.py goes to the script; for lossscale write it before train.py"
 
 
-@pytest.mark.parametrize("program", [("-m", "nowhere"), ("-m", "package.nowhere")])
+@pytest.mark.parametrize("program", [("-m", "nowhere"), ("-m", "package.nowhere"), ("-m", "gone.nowhere")])
 def test_a_program_that_is_not_there_is_named(run, tmp_path, program):
     """Before anything else, with status 2."""
     (tmp_path / "package").mkdir()
@@ -177,6 +177,15 @@ def test_a_program_that_is_not_there_is_named(run, tmp_path, program):
     assert done.returncode == 2
     assert f"lossscale: {' '.join(program)} is not a" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_package_that_lacks_another_one_ends_as_it_does_without_us(run, tmp_path):
+    """Python's own error names the package that is missing."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("import absent")
+    for start in (_python, run):
+        done = start(tmp_path, "-m", "package.module")
+        assert (done.returncode, "No module named 'absent'" in done.stderr) == (1, True)
 
 
 NAMES = """
@@ -250,6 +259,23 @@ def test_a_script_that_uses_this_library_is_traced(run, tmp_path, options, clip)
         is_measured = 1000.0 > float(row["norm"]) >= float(row["gradient_max"]) > 0.0
         assert is_measured if row["applied"] == "True" else row["norm"] == row["gradient_max"] == "inf"
     assert "lossscale: healthy: 2 of 8 steps skipped" in done.stderr
+
+
+HALF = """
+    import lossscale_torch
+
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    scaler = lossscale_torch.GradScaler("cpu", init_scale=1.0, half_gradients=True)
+    scaler.scale(param.sum() * 60000.0).backward()
+    scaler.step(torch.optim.SGD([param], lr=0.0))
+    scaler.update()
+"""
+
+
+def test_a_norm_beyond_float16_is_traced(run, tmp_path):
+    """Twice the largest of four gradients that float16 holds."""
+    _, (row,) = _traced(run, tmp_path, HALF)
+    assert (float(row["norm"]), float(row["gradient_max"])) == (120000.0, 60000.0)
 
 
 @pytest.mark.parametrize("options", ["fused=True", ""])

@@ -60,6 +60,7 @@ REFUSED = [
     ("titles.csv", SIMULATE, TITLES, "titles.csv holds no steps"),
     ("short.csv", SIMULATE, TITLES + b"0,8.0\n", "row 2 is '0,8.0', but must hold 3 numbers"),
     ("nothing.csv", SIMULATE, TITLES + b"0,0.0,False\n", "and a positive scale; delete the row"),
+    ("huge.csv", SIMULATE, TITLES + b"0,1e39,False\n", "and a positive scale; delete the row"),
     ("other.csv", SIMULATE, b"epoch,loss\n1,2\n", "has no column step; it has epoch, loss"),
     ("number.json", CONVERT, b"3", "but must hold a dict of keys"),
     ("object.json", CONVERT, b'{"loss": [1]}', "no tool has all of these keys; pass --from with one of torch"),
