@@ -173,14 +173,16 @@ def test_gradients_that_were_given_up(call, fused):
     assert loop.step().applied
 
 
-def test_a_step_of_sam_that_is_made_ready_again():
+@pytest.mark.parametrize("call", [("unscale_",), ("unscale_and_clip_", 1.0)])
+def test_a_step_of_sam_that_is_made_ready_again(call):
     """Recipes set torch's stage back; what is unscaled again is not given up."""
     loop = Loop()
     loop.backward()
     loop.scaler.unscale_(loop.optimizer)
     loop.backward()
     loop.scaler._per_optimizer_states[id(loop.optimizer)]["stage"] = torch.amp.grad_scaler.OptState.READY
-    loop.scaler.unscale_(loop.optimizer)
+    name, *limit = call
+    getattr(loop.scaler, name)(loop.optimizer, *limit)
     loop.scaler.step(loop.optimizer)
     assert loop.scaler.update().applied
 

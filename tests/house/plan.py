@@ -190,7 +190,7 @@ TESTS = {
         *: adapters/tensorflow_keras
     """,
     "lossscale_tf": """
-        _documented: promises_keras promises_v1 other_tools
+        _documented: mistakes promises_keras promises_v1 other_tools
         _pairs _warning: mistakes promises_keras promises_v1
         _marks: last_loss promises_keras promises_v1
         _state _verbs: verbs conformance/backends@tensorflow
