@@ -379,13 +379,15 @@ def test_promise_033_trainable_variables_by_default():
             _sgd("dynamic").compute_gradients(variables[0] * variables[1], var_list=[])
 
 
-def test_promise_036_none_and_sparse(world):
-    """A gradient may be None, `IndexedSlices` stay sparse, and both can be applied."""
-    table, unused = tf.Variable([[1.0], [2.0], [3.0]]), tf.Variable(1.0)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_promise_036_none_and_sparse(world, dtype):
+    """A gradient may be None, `IndexedSlices` stay sparse and in their variable's dtype, and both can be applied."""
+    table, unused = tf.Variable([[1.0], [2.0], [3.0]], dtype=dtype), tf.Variable(1.0)
     optimizer = _sgd(8.0, rate=1.0)
     loss = world.loss(lambda: tf.reduce_sum(tf.gather(table, [1, 1])))
     pairs = optimizer.compute_gradients(loss, [table, unused])
     assert isinstance(pairs[0][0], tf.IndexedSlices)
+    assert pairs[0][0].dtype == dtype
     assert pairs[1][0] is None
     world.run(lambda: optimizer.apply_gradients(pairs))
     assert world.value(table).tolist() == [[1.0], [0.0], [3.0]]

@@ -45,6 +45,22 @@ def test_eager_steps_are_logged(make, caplog):
     assert "NaN or infinity in the inputs, the forward pass and the loss" in caplog.text
 
 
+@pytest.mark.parametrize("make", [_keras, _v1])
+def test_steps_in_a_graph_are_logged_when_their_state_is_read(make, caplog):
+    """Here by `diagnose`."""
+    optimizer, weight = make(), tf.Variable(1.0)
+
+    @tf.function
+    def step():
+        optimizer.minimize(lambda: weight * NAN, var_list=[weight])
+
+    for _ in range(12):
+        step()
+    assert _events(caplog) == []
+    optimizer.diagnose()
+    assert _events(caplog) == [("stuck at min_scale", 12)]
+
+
 @pytest.mark.parametrize(
     ("callbacks", "events"),
     [((), [("stuck at min_scale", 40)]), ((LossScaleLogger,), [("bad_loss", None), ("stuck at min_scale", 20)])],
