@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, GuardState, SpikeGuard, diagnose, metrics, state_to_dict
@@ -71,6 +71,7 @@ def test_norms_that_are_not_finite_are_refused_and_forgotten(norm):
 
 
 @given(NORMS)
+@example([1.0] * 12 + [1e30] * 6)  # a streak in which the weight grows
 def test_a_spike_counts_as_the_limit(norms):
     """The state is as after the norms that are accepted and, for each spike, the limit; the mean is one of them."""
     guard = SpikeGuard(warmup=3, memory=8)
