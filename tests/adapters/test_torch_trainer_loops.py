@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_torch import GradScaler
@@ -87,37 +89,61 @@ def test_nanochat():
 # --- torchtitan and verl
 
 
+class _Experts(torch.nn.Module):
+    """Experts on a mesh dimension, which see the tokens of their own rank; on one rank, gradients overflow once."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.weight = torch.nn.Parameter(distribute_tensor(torch.randn(4, 8, 8), mesh, [Shard(0)]))
+        self.calls = 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        weight = self.weight.to_local() * 1.0
+        if (self.calls, dist.get_rank()) == (7, 3):
+            weight.register_hook(lambda grad: grad * float("inf"))
+        return (tokens @ weight).sum(0)
+
+
 def _parts_of(layout):
-    """Return a model in this layout, sharded ones in float16, and its optimizer in torchtitan's container."""
+    """Return a model in this layout, sharded ones in float16, and its optimizers in torchtitan's container."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model, dtypes = torch.nn.Sequential(torch.nn.Linear(8, 8)), MixedPrecisionPolicy(torch.float16, torch.float32)
     if layout == "ddp":
         model = DistributedDataParallel(model)
     elif layout == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     else:
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
-    return model, _Container([torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)])
+        if layout == "experts":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+            experts, mesh, place = _Experts(mesh["ep"]), mesh["efsdp"], lambda param: Shard(1)
+            model.append(fully_shard(experts, mesh=mesh, mp_policy=dtypes, shard_placement_fn=place))
+        fully_shard(model, mp_policy=dtypes)
+    parts = model if layout == "experts" else [model]
+    return model, _Container([torch.optim.AdamW(part.parameters(), lr=0.01, fused=True) for part in parts])
 
 
 def _as_torch(model, optimizer, schedule, max_norm, data):
-    """Train by torch's scaler and functions; by the norm of all gradients, all ranks step or none."""
-    scaler, (inner,) = torch.amp.GradScaler(**SETTINGS), optimizer.optimizers
+    """Train by torch's scaler and functions; by the norm of all gradients, all ranks and optimizers step or none."""
+    scaler, params = torch.amp.GradScaler(**SETTINGS), [*model.parameters()]
     for micro_batches in data:
         optimizer.zero_grad()
         for micro_batch in micro_batches:
             scaler.scale(_loss_fn(model(micro_batch), 1.0) / 2).backward()
-        scaler.unscale_(inner)
+        for each in optimizer.optimizers:
+            scaler.unscale_(each)
         if isinstance(model, FullyShardedDataParallel):
             norm = model.clip_grad_norm_(max_norm)
         else:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        is_finite = getattr(norm, "full_tensor", lambda: norm)().isfinite()  # noqa: B023  # called at once
-        for flag in scaler._found_inf_per_device(inner).values():
-            flag.copy_(~is_finite)
-        scaler.step(inner)
+            norm = torch.nn.utils.get_total_norm([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in params])
+            for param in params:
+                torch.nn.utils.clip_grads_with_norm_([param], max_norm, norm)
+        for each in optimizer.optimizers:
+            for flag in scaler._found_inf_per_device(each).values():
+                flag.copy_(~norm.isfinite())
+            scaler.step(each)
         scaler.update()
-        if is_finite:
+        if norm.isfinite():
             schedule.step()
     return scaler
 
@@ -157,17 +183,17 @@ def _compare(rank, world_size, recipe, layout):
             scaler = train(model, optimizer, schedule, max_norm, _data(rank))
             found.append([*_local(model), torch.tensor([scaler.get_scale(), schedule.last_epoch])])
         torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
-        assert schedule.last_epoch == STEPS - len(CULPRITS)
+        assert schedule.last_epoch == STEPS - len(CULPRITS) - (layout == "experts")
 
 
-LOOPS = [(_torchtitan, "fsdp2"), (_verl, "fsdp2"), (_verl, "ddp"), (_verl, "fsdp1")]
+LOOPS = [(_torchtitan, "fsdp2"), (_torchtitan, "experts"), (_verl, "fsdp2"), (_verl, "ddp"), (_verl, "fsdp1")]
 
 
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize(("recipe", "layout"), LOOPS)
 def test_torchtitan_and_verl(recipe, layout):
     """One call clips by the norm of each layout, and skips on all ranks, with the bits of torch's scaler."""
-    _on_ranks(2, partial(_compare, recipe=recipe, layout=layout))
+    _on_ranks(4 if layout == "experts" else 2, partial(_compare, recipe=recipe, layout=layout))
 
 
 # --- pipelines
