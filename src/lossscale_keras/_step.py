@@ -133,7 +133,8 @@ def check(
 
     def exact() -> Checked:
         divide = _division_by(loss_scale)
-        finite = all_finite([*new_values, *(ops.cast(divide(grad), dtype) for grad, dtype in scaled)])
+        flags = [all_finite(ops.cast(divide(grad), dtype)) for grad, dtype in scaled]  # one copy at a time
+        finite = ops.all(ops.stack([all_finite(new_values), *flags]))
         grads = [grad for grad, _ in scaled if 0 not in grad.shape]
         if not with_norm or not grads:
             return Checked(finite, ops.zeros((), wide), finite)

@@ -69,7 +69,9 @@ def all_finite(grads: Any) -> Any:
         TypeError: A leaf is neither an array nor a number nor None.
     """
     flags = [ops.all(ops.isfinite(dense(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf)]
-    return ops.all(ops.stack(flags)) if flags else ops.convert_to_tensor(True)
+    if len(flags) > 1:
+        return ops.all(ops.stack(flags))
+    return flags[0] if flags else ops.convert_to_tensor(True)
 
 
 def unscale(grads: Tree, state: ScaleState) -> Tree:
