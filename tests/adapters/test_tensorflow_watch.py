@@ -45,22 +45,6 @@ def test_eager_steps_are_logged(make, caplog):
     assert "NaN or infinity in the inputs, the forward pass and the loss" in caplog.text
 
 
-@pytest.mark.parametrize("make", [_keras, _v1])
-def test_steps_in_a_graph_are_logged_when_their_state_is_read(make, caplog):
-    """Here by `diagnose`."""
-    optimizer, weight = make(), tf.Variable(1.0)
-
-    @tf.function
-    def step():
-        optimizer.minimize(lambda: weight * NAN, var_list=[weight])
-
-    for _ in range(12):
-        step()
-    assert _events(caplog) == []
-    optimizer.diagnose()
-    assert _events(caplog) == [("stuck at min_scale", 12)]
-
-
 @pytest.mark.parametrize(
     ("callbacks", "events"),
     [((), [("stuck at min_scale", 40)]), ((LossScaleLogger,), [("bad_loss", None), ("stuck at min_scale", 20)])],
@@ -74,10 +58,11 @@ def test_fit_is_logged_at_its_end_and_with_the_logger_at_that_of_an_epoch(callba
     assert _events(caplog) == events
 
 
+@pytest.mark.parametrize("make", [_keras, _v1])
 @pytest.mark.parametrize("read", ["state_dict", "diagnose", "check_overflow_streak"])
-def test_what_reads_the_state_of_compiled_steps_logs(read, caplog):
+def test_what_reads_the_state_of_compiled_steps_logs(make, read, caplog):
     """`metrics` does not, since it does not wait for the device."""
-    optimizer, weight = _keras(), tf.Variable(1.0)
+    optimizer, weight = make(), tf.Variable(1.0)
 
     @tf.function
     def train():
