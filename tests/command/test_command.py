@@ -98,6 +98,7 @@ def test_simulate_says_where_training_would_have_stopped(tmp_path):
     _trace(tmp_path, [f"{n},8.0,{1 <= n <= 60}" for n in range(70)], "step,scale,overflowed\n")
     data, said = succeed("simulate", "p.toml", "t.csv", cwd=tmp_path)
     assert "max_overflow_streak is reached at step 3" in said
+    assert "skipping too often: 60 of 70 steps skipped" in said
     lines = [line.split() for line in data.splitlines()]
     assert (lines[1][0], lines[-1]) == ("0-1", ["17-69", "1", "44", "ends"])
 

@@ -1,10 +1,15 @@
 """The demo's effect is real: float16 needs loss scaling once the loss is small, and the dynamic policy provides it."""
 
+import contextlib
+import io
 import json
 
 import matplotlib.image
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
+from lossscale import cli
 from lossscale.demo import DEFAULT_POLICY, regimes, train
 from lossscale_core import DynamicScaling, dump_policy
 from tests.command.commanding import refused, run, succeed
@@ -36,6 +41,79 @@ def test_the_demo_does_not_overstate_its_case():
     assert _train("float16, fixed 64").accuracy > 0.97
     assert _train("float16, fixed 64", 1e-6).accuracy < 0.8
     assert _train("float16, dynamic", 1e-6).accuracy > 0.97
+
+
+@pytest.mark.parametrize(
+    ("name", "losses", "largest", "grows_at"),
+    [
+        ("float32", [2.548232, 2.391801, 1.222447, 0.326725], [1.351989e-06, 1.300077e-06, 1.197710e-06], []),
+        ("float16, no scaling", [2.548182, 2.509494, 2.511379, 2.490797], [0.0, 0.0, 0.0], []),
+        (
+            "float16, dynamic",
+            [2.548182, 2.391881, 1.222975, 0.326847],
+            [1.351e-06, 1.303e-06, 1.210e-06],
+            [10, 20, 30, 40],
+        ),
+    ],
+)
+def test_a_run_is_the_one_of_its_seed(name, losses, largest, grows_at):
+    """Losses of the steps 0, 1, 20 and 40 and the largest gradients, so that a change of the demo is seen."""
+    run = _train(name, steps=41)
+    loss, scale, skipped, gradient_max = run.steps
+    assert loss[[0, 1, 20, 40]].tolist() == pytest.approx(losses, rel=2e-3)
+    assert gradient_max[[0, 20, 40]].tolist() == pytest.approx(largest, rel=1e-2)
+    assert np.flatnonzero(np.diff(scale) > 0.0).tolist() == [step - 1 for step in grows_at]
+    assert not skipped.any()
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Return the figures that are saved from here on."""
+    saved, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **kwargs: saved.append(figure) or save(figure, *args, **kwargs)
+    )
+    return saved
+
+
+def test_the_panels_show_the_runs(tmp_path, figures):
+    """The losses of each regime, smoothed; scales with their skipped steps; a weight for each run."""
+    dump_policy(DynamicScaling(init_scale=2.0**44, growth_interval=4, max_scale=2.0**48), tmp_path / "policy.toml")
+    succeed("demo", "--steps", 20, "--policy", "policy.toml", "--weight", "1e-2", cwd=tmp_path)
+    losses, scales, sweep = ({line.get_label(): line.get_xydata().T for line in axes.lines} for axes in figures[0].axes)
+    assert [*losses] == ["float32", "float16, no scaling", "float16, fixed 64", "float16, your policy"]
+    assert all(len(steps) == 20 - 8 for steps, _ in losses.values())
+    assert [*scales] == ["float16, fixed 64", "float16, your policy", "skipped step"]
+    steps, scale = scales["float16, your policy"]
+    assert steps.tolist() == [*range(20)]
+    assert (scale[0], scale[-1] < scale[0]) == (2.0**44, True)
+    skipped, at = scales["skipped step"]
+    assert at.tolist() == scale[skipped.astype(int)].tolist()
+    assert sweep["float32"][0].tolist() == [1.0, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6]
+    assert (sweep["float32"][1] > 0.0).all()
+    assert sweep["the other panels"][0].tolist() == [1e-2, 1e-2]
+
+
+def test_both_panels_of_a_trace_have_its_steps(tmp_path, figures):
+    """Also where the gradient norm of some steps is not known."""
+    rows = [f"{step},8.0,False,{'' if step < 5 else 1.0}\n" for step in range(10)]
+    (tmp_path / "t.csv").write_text("step,scale,overflowed,norm\n" + "".join(rows))
+    succeed("plot", "t.csv", "-o", "p.png", cwd=tmp_path)
+    scale, norm = figures[0].axes
+    assert norm.lines[0].get_xdata().tolist() == [5, 6, 7, 8, 9]
+    assert scale.get_xlim() == norm.get_xlim()
+
+
+def test_a_terminal_shows_how_far_it_is(tmp_path):
+    """A bar on stderr, which ends at 100 %."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    with contextlib.chdir(tmp_path), contextlib.redirect_stderr(Terminal()) as terminal:
+        cli.parse(["demo", "--steps", "1"])
+    assert "training  [####################################]  100%" in terminal.getvalue()
 
 
 def test_the_command_leaves_a_table_pictures_and_a_trace(tmp_path):

@@ -162,7 +162,7 @@ REFUSED = [
     ("keras", {"dynamic": False, "initial_scale": 2.0, "dynamic_growth_steps": 3}, "dynamic_growth_steps"),
     ("deepspeed", {"fp16": None}, "fp16=None must be a block of keys"),
     ("jmp", {}, "no default for loss_scale"),
-    ("paddle", {"decr_ratio": 2.0}, "decr_ratio=2.0"),
+    ("paddle", {"decr_ratio": 2.0}, "decr_ratio=2.0 .*: backoff_factor=2.0 must be between 0 and 1"),
 ]
 
 
