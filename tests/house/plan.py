@@ -1,7 +1,6 @@
-"""Plans of the packages: which module imports which other ones (`test_imports.py`), and which tests are its own.
+"""Plans of the packages: the layers of their modules (`test_imports.py`), and which tests are a module's own.
 
-A line names modules and those that each of them imports, at its top or, in brackets, within a function. A module is
-below all that it imports at its top. A subpackage counts as one module, and has a plan of its own.
+A subpackage counts as one module, and has a plan of its own. What a function imports when it is called does not count.
 """
 
 ADAPTERS = {
@@ -14,104 +13,76 @@ ADAPTERS = {
 
 PLAN = {
     "lossscale_core": """
-        errors _messages _tree:
-        _gradient_range: _messages
-        _settings: errors _messages
-        _files: errors _messages
-        _state: _settings _messages
-        _arrays: _state _messages _tree
-        _base: _settings _state errors
-        _guard: _arrays _settings _state errors _messages
-        _policy: _arrays _base _settings _state _messages
-        _config: _base _policy _settings _state errors _files _messages
-        _checkpoint: _base _config _guard _policy _settings _state errors _messages
-        _report: _base _config _guard _settings _state errors _messages
-        _step: _arrays _base _guard _state
-        testing: _base _config _guard _messages _settings _state _step
-        adapters: _checkpoint _config _files _guard _messages _report _settings _state _step _tree
-        __init__: _arrays _base _checkpoint _config _gradient_range _guard _policy _report _state adapters
-            errors testing
+        _messages _tree errors
+        _files _gradient_range _settings
+        _state
+        _arrays _base
+        _guard _policy
+        _config _step
+        _checkpoint _report testing
+        adapters
+        __init__
     """,
     "lossscale_core.testing": """
-        _simulation loops:
-        _check: _simulation
-        __init__: _check _simulation
+        _simulation loops
+        _check
+        __init__
     """,
     "lossscale_torch": """
-        _gradients _step_info _versions:
-        _ranks _snapshots: _gradients
-        _state: _gradients _step_info
-        _checkpoint: _state _versions
-        _placement: _checkpoint _gradients _state _step_info
-        _verbs: _gradients _ranks
-        _optimizers: _gradients _state _versions
-        _attach: _gradients _versions
-        hooks: _gradients _optimizers _ranks _snapshots _state _step_info _versions
-        _watch: _gradients _step_info _versions hooks
-        _clip: _gradients _optimizers _state
-        _report: _gradients _verbs
-        _range: _attach _gradients _snapshots _verbs
-        _float32: _gradients _range
-        _skip_log: _gradients _report _state _step_info hooks
-        _attempts: _gradients _snapshots _state _step_info _versions
-        _scaler: _attach _attempts _checkpoint _clip _gradients _optimizers _placement _state _step_info _versions
-            _watch hooks
-        _guarded: _clip _gradients _optimizers _ranks _scaler _skip_log _state _step_info _versions hooks
-        __init__: _float32 _guarded _range _report _scaler _step_info _verbs hooks
-        testing: _gradients _scaler _step_info hooks
+        _gradients _step_info _versions
+        _attach _ranks _snapshots _state
+        _attempts _checkpoint _optimizers _verbs
+        _clip _placement _range _report hooks
+        _float32 _skip_log _watch
+        _scaler
+        _guarded testing
+        __init__
     """,
     "lossscale_jax": """
-        _gradients:
-        _verbs _states testing: _gradients
-        _optimizer: _gradients _states _verbs
-        __init__: _optimizer _states _verbs
+        _gradients
+        _states _verbs testing
+        _optimizer
+        __init__
     """,
     "lossscale_tf": """
-        _documented _pairs _state _verbs _warning:
-        _marks _report: _verbs
-        keras: _documented _marks _pairs _verbs _warning
-        v1: _documented _marks _pairs _verbs _warning
-        __init__: _report _state _verbs keras v1
+        _documented _pairs _state _verbs _warning
+        _marks _report
+        keras v1
+        __init__
     """,
     "lossscale_tf.keras": """
-        _inner:
-        _arguments _names _saving _slots: _inner
-        _optimizer: _arguments _inner _names _saving _slots
-        __init__: _optimizer
+        _inner
+        _arguments _names _saving _slots
+        _optimizer
+        __init__
     """,
     "lossscale_tf.v1": """
-        _foreign _step:
-        _optimizer: _foreign _step
-        __init__: _optimizer
+        _foreign _step
+        _optimizer
+        __init__
     """,
     "lossscale_keras": """
-        _backend:
-        _losses: _backend
-        _verbs: _backend
-        _report: _verbs
-        _step: _backend _verbs
-        _replicas: _backend _step
-        _optimizer: _backend _losses _replicas _step _verbs
-        _logger: _optimizer
-        __init__: _logger _optimizer _report _verbs
+        _backend
+        _losses _verbs
+        _report _step
+        _replicas
+        _optimizer
+        _logger
+        __init__
     """,
     "lossscale": """
-        _recording: cli
-        _script _versions demo other_tools:
-        __init__: other_tools
-        __main__: _versions (cli)
-        cli: _versions demo other_tools (_recording) (_script)
+        _script _versions demo other_tools
+        __init__ __main__ cli
+        _recording
     """,
     "lossscale.cli": """
-        _shared:
-        _trace: _shared
-        _pictures: _trace
-        checkpoint policy run: _shared
-        demo plot: _shared _trace (_pictures)
-        simulate: _shared _trace
-        __init__: _shared checkpoint demo plot policy run simulate
+        _shared
+        _trace checkpoint policy run
+        _pictures demo plot simulate
+        __init__
     """,
 }
+"""The layers of each package, the lowest first: the modules of a line import those of earlier lines alone."""
 
 TEST_FILES = {
     "lossscale": "command/",

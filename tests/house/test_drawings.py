@@ -2,14 +2,12 @@
 
 import re
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from lossscale_core import DynamicScaling, ScaleState
-from lossscale_core.testing import simulate
 
 DOCS = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,25 +36,3 @@ def test_the_state_machine_knows_every_setting_of_an_update():
     words = {*re.findall(r"[a-z_]+", text)}
     assert settings - NOT_DRAWN <= words
     assert {word for word in words if "_" in word} <= settings | {*ScaleState._fields}
-
-
-def test_the_drawn_run_is_one_of_the_policy():
-    """Its line goes as `DynamicScaling` does, where the steps that are marked as skipped overflow."""
-    root = ElementTree.parse(DOCS / "images/run.svg").getroot()
-    paths = {path.get("class"): path.get("d") for path in root.findall(f"{SVG}path")}
-    points = re.findall(r"[MH](\S+?)(?:,| V)(\d+)", paths["scale"])  # where the line begins, and after each step of it
-    changes = [(_step(x), _loss_scale(y)) for x, y in points] + [(200, None)]
-    scales = [scale for (start, scale), (end, _) in pairwise(changes) for _ in range(start, end)]
-    skipped = {_step(x): _loss_scale(y) for x, y in re.findall(r"M(\S+?),(\d+)h0", paths["skipped"])}
-    assert {step: scales[step] for step in skipped} == skipped
-    policy = DynamicScaling(init_scale=2.0**24, growth_interval=50)
-    trace = simulate(policy, [step not in skipped for step in range(200)])
-    assert trace.loss_scale_used.tolist() == scales
-
-
-def _step(x):
-    return int((float(x) - 46) / 1.5)
-
-
-def _loss_scale(y):
-    return 2.0 ** (24 - (int(y) - 42) / 26)

@@ -65,17 +65,13 @@ def test_the_project_stands_alone():
 
 
 def test_each_release_in_the_changelog_has_a_date():
-    """Unreleased stands first, and each version below it has the day of its release, the newest first."""
+    """Below "Unreleased", the newest first, which is this version; CITATION.cff does not repeat it."""
     first, *releases = re.findall(r"^## (.+)$", _text("CHANGELOG.md"), flags=re.MULTILINE)
     assert first == "[Unreleased]"
-    dates = [datetime.date.fromisoformat(re.fullmatch(r"\[\d+\.\d+\.\d+\] - (\S+)", each)[1]) for each in releases]
+    found = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\S+)", each).groups() for each in releases]
+    dates = [datetime.date.fromisoformat(date) for _, date in found]
     assert dates == sorted(dates, reverse=True)
-
-
-def test_the_newest_release_in_the_changelog_is_this_version():
-    """Which CITATION.cff does not repeat; before the first release the changelog has none."""
-    releases = re.findall(r"^## \[(\d.+?)\]", _text("CHANGELOG.md"), flags=re.MULTILINE)
-    assert releases[:1] in ([], [lossscale_core.__version__])
+    assert [version for version, _ in found[:1]] in ([], [lossscale_core.__version__])
     assert not re.search(r"^(version|date-released):", _text("CITATION.cff"), flags=re.MULTILINE)
 
 
