@@ -117,14 +117,13 @@ class OverflowReport(list[GradientReport]):
         return "\n".join([*lines, self.verdict])
 
 
-def require_pairs(grads_and_vars: Any) -> list[tuple[Any, Any]]:
+def require_pairs(grads_and_vars: Any, caller: str) -> list[tuple[Any, Any]]:
     """Return (gradient, variable) pairs in a list; raise `TypeError` for what does not hold them."""
     pairs: list[Any] = list(grads_and_vars) if isinstance(grads_and_vars, Iterable) else [None]
     if all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return pairs
     raise TypeError(
-        f"overflow_report was given {shown(grads_and_vars)}; it takes (gradient, variable) pairs; pass "
-        "zip(grads, variables)"
+        f"{caller} was given {shown(grads_and_vars)}; it takes (gradient, variable) pairs; pass zip(grads, variables)"
     )
 
 

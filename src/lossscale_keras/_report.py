@@ -25,7 +25,8 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
     Raises:
         TypeError: `grads_and_vars` is not made of pairs.
     """
-    checked = [(grad, variable) for grad, variable in require_pairs(grads_and_vars) if is_gradient(grad)]
+    pairs = require_pairs(grads_and_vars, "overflow_report")
+    checked = [(grad, variable) for grad, variable in pairs if is_gradient(grad)]
     bad = [
         (getattr(variable, "path", variable.name), ops.convert_to_numpy(lifted(dense(grad))))
         for grad, variable in checked

@@ -6,9 +6,8 @@ import keras
 import tensorflow as tf
 
 from lossscale_core import ScalingPolicy
-from lossscale_core.adapters import shown
+from lossscale_core.adapters import require_pairs, shown
 from lossscale_tf._documented import documented_policy, policy_of, require_policy_or_number
-from lossscale_tf._pairs import pairs_of
 from lossscale_tf._verbs import Gradient, as_tensor
 from lossscale_tf._warning import warn_caller
 from lossscale_tf.keras._inner import require_no_session
@@ -42,7 +41,7 @@ def loss_arguments(loss: Any, tape: Any, grad_loss: Any) -> tuple[tf.GradientTap
 
 def keras_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
     """Return gradients and variables of pairs; raise `TypeError` for anything else."""
-    pairs = pairs_of(grads_and_vars)
+    pairs = require_pairs(grads_and_vars, "apply_gradients")
     if not pairs:
         raise ValueError("grads_and_vars is empty, so that no variable has a gradient; pass (gradient, variable) pairs")
     for _, variable in pairs:

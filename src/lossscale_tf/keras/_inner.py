@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from lossscale_core.adapters import check_setting, shown
-from lossscale_tf._pairs import scales_already
+from lossscale_tf._documented import scales_already
 
 
 def require_tensorflow() -> None:

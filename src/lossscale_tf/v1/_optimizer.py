@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from lossscale_core import ScaleState, ScalingPolicy, StepInfo, diagnose, metrics, state_from_dict, state_to_dict
-from lossscale_core.adapters import check_overflow_streak, shown
-from lossscale_tf._documented import policy_of, require_policy_or_number
+from lossscale_core.adapters import check_overflow_streak, require_pairs, shown
+from lossscale_tf._documented import policy_of, require_policy_or_number, scales_already
 from lossscale_tf._marks import mark_gradient, origins
-from lossscale_tf._pairs import pairs_of, scales_already
 from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
 from lossscale_tf._warning import warn_caller, warn_if_resumed
 from lossscale_tf.v1._foreign import are_foreign
@@ -201,7 +200,7 @@ class LossScaleOptimizer(_Optimizer):
             raise RuntimeError("gradients are applied in a replica context; call this inside strategy.run")
         if global_step is not None and tf.executing_eagerly() and self.last_step is None:
             warn_if_resumed(self.policy, self.scale_state, global_step)
-        pairs = pairs_of(grads_and_vars)
+        pairs = require_pairs(grads_and_vars, "apply_gradients")
         _require_variables([variable for _, variable in pairs])
         present = [(as_tensor(grad), variable) for grad, variable in pairs if grad is not None]
         if not present:
