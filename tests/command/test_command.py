@@ -1,6 +1,7 @@
 """The `lossscale` command as a person meets it, on real files."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -34,12 +35,16 @@ def test_a_process_says_what_the_command_says_here(tmp_path):
 COMMANDS = [(), *((name,) for name in ["demo", "simulate", "run", "plot", "checkpoint", "policy"])]
 
 
+DEFAULTS = {"demo": ["1e-05", "0", "300", "lossscale-demo"], "simulate": ["float16"]}
+
+
 @pytest.mark.parametrize("command", [*COMMANDS, ("policy", "check"), ("policy", "convert")], ids=" ".join)
 def test_help_fits_a_screen_and_has_an_example(command):
     """Every command's --help ends in something to copy; a group alone prints its help with status 0."""
     help_, _ = succeed(*command, "--help")
     assert "Example:\n    lossscale" in help_
     assert help_.count("\n") <= 24
+    assert [*re.findall(r"default: ([^;\]]*)", help_)] == DEFAULTS.get(" ".join(command), [])
     assert succeed(*command, "-h")[0] == help_
     if command in [(), ("policy",)]:
         assert succeed(*command)[0] == help_
@@ -90,6 +95,13 @@ def test_simulate_reacts_to_the_scale(tmp_path):
     _, said = succeed("simulate", "dynamic", "t.csv", cwd=tmp_path)
     assert "In the trace 1 of 9 steps were skipped" in said
     assert "exceeds float16" in said
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**128])
+def test_a_trace_may_have_any_scale_of_a_tool(tmp_path, scale):
+    """From the smallest float32 to the first number above the largest."""
+    _trace(tmp_path, [f"0,{scale},False"], "step,scale,overflowed\n")
+    assert _simulated(tmp_path, "512")["steps"] == 1
 
 
 def test_simulate_says_where_training_would_have_stopped(tmp_path):

@@ -66,6 +66,14 @@ def test_a_run_is_the_one_of_its_seed(name, losses, largest, grows_at):
     assert not skipped.any()
 
 
+def test_what_overflowed_is_known_from_float32():
+    """The trace has the largest gradient of each skipped step as it is without float16's limits."""
+    policy = DynamicScaling(init_scale=2.0**47, max_scale=2.0**48)
+    _, _, skipped, largest = train(policy, "float16", 1e-5, 0, 4).steps
+    assert skipped.all()
+    assert largest.tolist() == pytest.approx([1.3516e-06, 1.3026e-06, 1.2743e-06, 1.3978e-06], rel=1e-3)
+
+
 @pytest.fixture
 def figures(monkeypatch):
     """Return the figures that are saved from here on."""
