@@ -8,33 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
 
-from lossscale_core import (
-    ScaleState,
-    ScaleWatch,
-    ScalingPolicy,
-    diagnose,
-    gradient_range,
-    metrics,
-    state_to_dict,
-    step_info,
-)
+import lossscale_jax
+from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, gradient_range, metrics, state_to_dict, step_info
 from lossscale_core.adapters import GradientReport
-from lossscale_jax import (
-    DynamicScaling,
-    LossScaledState,
-    LossScaledTransformation,
-    SpikeGuard,
-    all_finite,
-    get_scale_state,
-    init_state,
-    load_scale_state,
-    loss_scaled,
-    overflow_report,
-    scale,
-    select,
-    unscale,
-    value_and_grad,
-)
+from lossscale_jax import LossScaledState, get_scale_state, loss_scaled, scale, select, value_and_grad
 from lossscale_jax.testing import check_train_step
 
 
@@ -45,109 +22,93 @@ class Params(NamedTuple):
     bias: jax.Array
 
 
-class Batch(NamedTuple):
-    """A user's data."""
-
-    inputs: jax.Array
-    targets: jax.Array
-
-
-def loss(params: Params, batch: Batch) -> jax.Array:
+def loss(params: Params, inputs: jax.Array) -> jax.Array:
     """Compute a custom loss."""
-    return jnp.mean((batch.inputs @ params.weight + params.bias - batch.targets) ** 2)
+    return jnp.mean((inputs @ params.weight + params.bias) ** 2)
 
 
-def loss_and_count(params: Params, batch: Batch) -> tuple[jax.Array, int]:
+def loss_and_count(params: Params, inputs: jax.Array) -> tuple[jax.Array, int]:
     """Compute a loss and something next to it."""
-    return loss(params, batch), len(batch.targets)
+    return loss(params, inputs), len(inputs)
 
 
-POLICY = DynamicScaling(growth_interval=100)
+POLICY = lossscale_jax.DynamicScaling(growth_interval=100)
 
 
-def gradients(params: Params, batch: Batch, opt_state: LossScaledState) -> Params:
+def gradients(params: Params, inputs: jax.Array, opt_state: LossScaledState) -> Params:
     """Differentiate the scaled loss."""
 
     def scaled_loss(params: Params) -> jax.Array:
-        return scale(loss(params, batch), get_scale_state(opt_state))
+        return scale(loss(params, inputs), get_scale_state(opt_state))
 
     grads: Params = jax.grad(scaled_loss)(params)  # pyright: ignore[reportUnknownVariableType]  # jax' own
     return grads  # pyright: ignore[reportUnknownVariableType]
 
 
-def train_around_an_optimizer(params: Params, batch: Batch) -> Params:
+def train_around_an_optimizer(params: Params, inputs: jax.Array) -> Params:
     """Train by `loss_scaled`, in both ways."""
-    loss_scaled(optax.sgd(0.1), "none", guard=SpikeGuard())
+    loss_scaled(optax.sgd(0.1), "none", guard=lossscale_jax.SpikeGuard())
     optimizer = loss_scaled(optax.adam(1e-3), POLICY, max_norm=1.0, accumulation_steps=2, drop="micro_batch")
-    assert_type(optimizer, LossScaledTransformation)
+    assert_type(optimizer, lossscale_jax.LossScaledTransformation)
     opt_state = optimizer.init(params)
     assert_type(opt_state, LossScaledState)
     assert_type(optimizer.policy, ScalingPolicy)
     assert_type(opt_state.scale_state, ScaleState[jax.Array])
 
-    grads = gradients(params, batch, opt_state)
+    grads = gradients(params, inputs, opt_state)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     assert_type(updates, Params)
     params, opt_state = optimizer.apply_gradients(grads, opt_state, params, value=jnp.float32(1.0))
     assert_type(params, Params)
     assert_type(get_scale_state(opt_state), ScaleState[jax.Array])
-    restored = load_scale_state(opt_state, state_to_dict(get_scale_state(opt_state), POLICY), POLICY)
+    saved = state_to_dict(get_scale_state(opt_state), POLICY)
+    restored = lossscale_jax.load_scale_state(opt_state, saved, POLICY)
     assert_type(restored, LossScaledState)
-    info = step_info(get_scale_state(opt_state), get_scale_state(restored))
+    info = step_info(get_scale_state(opt_state), get_scale_state(restored), spiked=jnp.bool_(True))
     assert_type(info.applied, jax.Array | np.bool_)
-    params = select(info.applied, params, params)
     if opt_state.window is not None:
         assert_type(opt_state.window.stepped, jax.Array)
-    return params
+    return select(info.applied, params, params)
 
 
-def train_around_a_function(params: Params, batch: Batch) -> Params:
+def train_around_a_function(params: Params, inputs: jax.Array) -> Params:
     """Train by `value_and_grad` and the verbs."""
-    state = init_state(POLICY)
+    state = lossscale_jax.init_state(POLICY)
     assert_type(state, ScaleState[jax.Array])
-    out = value_and_grad(loss)(state, params, batch)
+    out = value_and_grad(loss)(state, params, inputs)
     assert_type(out.value, jax.Array)
     assert_type(out.aux, None)
     assert_type(out.grads, Params)
     assert_type(out.grads_finite, jax.Array)
-    with_aux = value_and_grad(loss_and_count, has_aux=True)(state, params, batch)
+    with_aux = value_and_grad(loss_and_count, has_aux=True)(state, params, inputs)
     assert_type(with_aux.aux, int)
     assert_type(with_aux.grads, Params)
-    value_and_grad(loss_and_count, 0, True)(state, params, batch)
-    averaged = value_and_grad(loss, axis_name=("data", "model"))(state, params, batch=batch)
+    value_and_grad(loss_and_count, 0, True)(state, params, inputs)
+    averaged = value_and_grad(loss, axis_name=("data", "model"))(state, params, inputs=inputs)
     assert_type(averaged.grads, Params)
-    value_and_grad(loss, argnums=(0, 1))(state, params, batch)
+    value_and_grad(loss, argnums=(0, 1))(state, params, inputs)
     assert_type(POLICY.update(state, out.grads_finite, xp=jnp), ScaleState[jax.Array])
-    lambda_loss: Callable[[Params], jax.Array] = lambda params: jnp.sum(params.weight) * loss(params, batch)  # noqa: E731
-    of_a_lambda = value_and_grad(lambda_loss)(state, params)
-    assert_type(of_a_lambda.value, jax.Array)
-    new = Params(params.weight - out.grads.weight, params.bias - out.grads.bias)
-    return select(out.grads_finite, new, params)
+    lambda_loss: Callable[[Params], jax.Array] = lambda params: jnp.sum(params.weight) * loss(params, inputs)  # noqa: E731
+    assert_type(value_and_grad(lambda_loss)(state, params).value, jax.Array)
+    return select(out.grads_finite, out.grads, params)
 
 
-def watch(
-    params: Params, batch: Batch, opt_state: LossScaledState, grads_at: Callable[[float], dict[str, jax.Array]]
-) -> str:
-    """Log and diagnose a run."""
-    log = ScaleWatch()
-    log.log(POLICY, get_scale_state(opt_state), loss=loss(params, batch))
+def watch(params: Params, opt_state: LossScaledState, grads_at: Callable[[float], dict[str, jax.Array]]) -> None:
+    """Log and check a run."""
+    ScaleWatch().log(POLICY, get_scale_state(opt_state), loss=jnp.float32(1.0))
     print(gradient_range(grads_at), metrics(get_scale_state(opt_state))["skipped_steps"])
-    bool(step_info(get_scale_state(opt_state), get_scale_state(opt_state), spiked=jnp.bool_(True)).applied)
-    step: Callable[[Params, Batch], Params] = lambda params, batch: params  # noqa: E731
-    check_train_step(step, params, [batch] * 6, may_move=["[1].step"])
-    return diagnose(POLICY, get_scale_state(opt_state))
+    step: Callable[[Params, jax.Array], Params] = lambda params, inputs: params  # noqa: E731
+    check_train_step(step, params, [params.weight] * 6, may_move=["[1].step"])
 
 
 def use_the_verbs(grads: dict[str, jax.Array], losses: tuple[jax.Array, jax.Array]) -> list[GradientReport]:
     """Keep what goes in where it comes out."""
-    state = init_state(DynamicScaling(), device=jax.devices()[0])  # pyright: ignore[reportUnknownArgumentType]
-    assert_type(state, ScaleState[jax.Array])
+    state = lossscale_jax.init_state(POLICY, device=jax.devices()[0])  # pyright: ignore[reportUnknownArgumentType]
     assert_type(scale(1.0, state), jax.Array)
     assert_type(scale(losses, state), tuple[jax.Array, jax.Array])
-    assert_type(unscale(grads, state), dict[str, jax.Array])
-    assert_type(all_finite(grads, axis_name="data"), jax.Array)
-    assert_type(select(True, grads, grads), dict[str, jax.Array])
-    return overflow_report(grads)
+    assert_type(lossscale_jax.unscale(grads, state), dict[str, jax.Array])
+    assert_type(lossscale_jax.all_finite(grads, axis_name="data"), jax.Array)
+    return lossscale_jax.overflow_report(select(True, grads, grads))
 
 
 def make_mistakes(opt_state: LossScaledState) -> None:

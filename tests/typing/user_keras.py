@@ -7,19 +7,9 @@ from typing import Any, assert_type
 
 import keras  # type: ignore[import-untyped]
 
+import lossscale_keras
 from lossscale_core import ScaleState, ScalingPolicy, StepInfo
-from lossscale_keras import (
-    DynamicScaling,
-    LossScaleLogger,
-    LossScaleOptimizer,
-    SpikeGuard,
-    all_finite,
-    init_state,
-    overflow_report,
-    scale,
-    select,
-    unscale,
-)
+from lossscale_keras import DynamicScaling, LossScaleLogger, LossScaleOptimizer, SpikeGuard
 
 
 def fit(model: Any, x: Any, y: Any) -> str:
@@ -42,14 +32,12 @@ def fit(model: Any, x: Any, y: Any) -> str:
 def step(optimizer: LossScaleOptimizer, model: Any, tape: Any, loss: Any, grads: list[Any]) -> None:
     """Take a step in a loop of one's own, on each backend."""
     optimizer.apply(tape.gradient(optimizer.scale_loss(loss), model.trainable_variables), model.trainable_variables)
-    optimizer.scale_loss(loss).backward()
-    optimizer.apply(grads, model.trainable_variables)
     weights, _ = optimizer.stateless_apply(list(model.variables), grads, model.trainable_variables)
-    print(overflow_report(list(zip(grads, weights, strict=True)), loss=loss).verdict)
+    print(lossscale_keras.overflow_report(list(zip(grads, weights, strict=True)), loss=loss).verdict)
 
 
 def use_the_verbs(grads: dict[str, Any]) -> dict[str, Any]:
     """Keep what goes in where it comes out."""
-    state = assert_type(init_state("dynamic"), ScaleState)
-    grads = assert_type(unscale(scale(grads, state), state), dict[str, Any])
-    return assert_type(select(all_finite(grads), grads, grads), dict[str, Any])
+    state = assert_type(lossscale_keras.init_state("dynamic"), ScaleState)
+    grads = assert_type(lossscale_keras.unscale(lossscale_keras.scale(grads, state), state), dict[str, Any])
+    return assert_type(lossscale_keras.select(lossscale_keras.all_finite(grads), grads, grads), dict[str, Any])

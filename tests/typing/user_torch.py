@@ -9,17 +9,7 @@ from torch import Tensor
 
 import lossscale_torch
 from lossscale_core import ScaleState
-from lossscale_torch import (
-    DynamicScaling,
-    GradScaler,
-    GuardedOptimizer,
-    SpikeGuard,
-    StepInfo,
-    all_finite,
-    guarded,
-    overflow_report,
-    range_report,
-)
+from lossscale_torch import DynamicScaling, GradScaler, GuardedOptimizer, SpikeGuard, StepInfo, guarded
 from lossscale_torch.testing import check_training_loop
 
 
@@ -61,27 +51,18 @@ def scale_several(scaler: GradScaler, first: Tensor, second: Tensor) -> None:
     scaler.scale([[first], [second]])
 
 
-def retry(
-    scaler: GradScaler, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, loss_fn: Any
-) -> None:
+def retry(scaler: GradScaler, model: torch.nn.Module) -> None:
     """Take a step again while it overflows."""
     for attempt in scaler.attempts(model, retries=16):
-        optimizer.zero_grad()
-        scaler.scale(loss_fn(model)).backward()
-        _ = scaler.unscale_and_clip_(optimizer, 1.0)
-        _ = scaler.step(optimizer)
-        _ = scaler.update()
         if attempt.info:
             assert_type(attempt.info.applied, bool | Tensor)
-            scheduler.step()
         assert_type(attempt.scales, list[float])
 
 
-def train_without_scaling(model: torch.nn.Module, loss: Tensor) -> None:
+def train_without_scaling(model: torch.nn.Module) -> None:
     """Make any optimizer atomic."""
     optimizer = guarded(torch.optim.AdamW(model.parameters(), lr=1e-3), max_norm=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
-    optimizer.step()
     if optimizer.last_step:
         scheduler.step()
     assert_type(optimizer.last_step, StepInfo)
@@ -92,8 +73,7 @@ def train_without_scaling(model: torch.nn.Module, loss: Tensor) -> None:
     wants_adamw(optimizer)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     sgd = guarded(sgd, guard=SpikeGuard(warmup=2), names=model)
-    if sgd.last_step:
-        scheduler.step()
+    assert_type(sgd.last_step, StepInfo)
 
 
 def wants_adamw(optimizer: torch.optim.AdamW) -> None:
@@ -102,23 +82,11 @@ def wants_adamw(optimizer: torch.optim.AdamW) -> None:
         assert_type(optimizer.last_step, StepInfo)
 
 
-def distribute(optimizer: torch.optim.Optimizer, loss: Tensor, device: torch.device) -> Tensor:
-    """Train a stage of a pipeline, as on the page of trainers."""
-    scaler = GradScaler(device.type, growth_interval=400, half_gradients=True, norm_group=dist.group.WORLD)
-    scaler.place_on(device)
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-    norm = scaler.unscale_and_clip_(optimizer, max_norm=1.0)
-    scaler.step(optimizer)
-    counts = scaler.metrics()
-    print(norm.item(), counts["skipped_steps"] / max(counts["steps"], 1))
-    return assert_type(all_finite([loss], process_group=dist.group.WORLD), Tensor)
-
-
 def report(model: torch.nn.Module, loop: Callable[[GradScaler], Any], loss: Tensor) -> list[str]:
     """Find the cause of skips."""
-    print(overflow_report(model.named_parameters(), loss=loss).verdict)
-    found = range_report(model, lambda: loss)
-    GradScaler("cpu", init_scale=found.init_scale or 1.0)
+    print(lossscale_torch.overflow_report(model.named_parameters(), loss=loss).verdict)
+    found = lossscale_torch.range_report(model, lambda: loss)
+    GradScaler("cpu", init_scale=found.init_scale or 1.0, half_gradients=True, norm_group=dist.group.WORLD)
     return check_training_loop(loop)
 
 
@@ -127,7 +95,7 @@ def by_hand(params: list[Tensor], loss: Tensor) -> list[Tensor]:
     state = assert_type(lossscale_torch.init_state("dynamic", device="cpu"), ScaleState[Tensor])
     assert_type(lossscale_torch.scale(loss, state), Tensor)
     grads = assert_type(lossscale_torch.unscale([param.clone() for param in params], state), list[Tensor])
-    finite = assert_type(lossscale_torch.all_finite(grads), Tensor)
+    finite = assert_type(lossscale_torch.all_finite(grads, process_group=dist.group.WORLD), Tensor)
     return assert_type(
         lossscale_torch.select(finite, [p - g for p, g in zip(params, grads, strict=True)], params), list[Tensor]
     )
