@@ -21,10 +21,14 @@ from lossscale_core import testing
 from lossscale_torch import GradScaler
 
 POLICY = core.DynamicScaling()
-HOST, TORCH, JAX = (package.init_state(POLICY) for package in (core, lossscale_torch, lossscale_jax))
-MODEL = torch.nn.Linear(2, 1)
-KERAS, TF = lossscale_keras.init_state(POLICY), lossscale_tf.init_state(POLICY)
-TENSOR, KERAS_SGD = tf.ones(()), keras.optimizers.SGD()
+HOST, MODEL, LOSS, KERAS_SGD = core.init_state(POLICY), torch.nn.Linear(2, 1), jnp.float32(1.0), keras.optimizers.SGD()
+LOSSES = {
+    core: 1.0,
+    lossscale_torch: torch.ones(()),
+    lossscale_jax: LOSS,
+    lossscale_keras: tf.ones(()),
+    lossscale_tf: tf.ones(()),
+}
 OPTAX = lossscale_jax.loss_scaled(optax.adam(0.1), POLICY)
 WRONG = {
     "a policy": POLICY,
@@ -48,13 +52,11 @@ def _update(new_scale):
     scaler.update(new_scale)
 
 
-LOSS = jnp.float32(1.0)
+def _name(package, function):
+    return function if package is core else f"{package.__name__.removeprefix('lossscale_')}.{function}"
+
+
 CALLS = {
-    "init_state": (core.init_state, POLICY),
-    "scale": (core.scale, 1.0, HOST),
-    "unscale": (core.unscale, {"w": 1.0}, HOST),
-    "all_finite": (core.all_finite, {}),
-    "select": (core.select, True, 1.0, 2.0),
     "as_policy": (core.as_policy, POLICY),
     "policy_to_dict": (core.policy_to_dict, POLICY),
     "policy_from_dict": (core.policy_from_dict, core.policy_to_dict(POLICY)),
@@ -70,12 +72,6 @@ CALLS = {
     "simulate": (testing.simulate, POLICY, [True]),
     "from_tool": (lossscale.from_tool, "torch", {}),
     "state_from_tool": (lossscale.state_from_tool, "torch", {}),
-    "torch.init_state": (lossscale_torch.init_state, POLICY),
-    "torch.scale": (lossscale_torch.scale, torch.ones(()), TORCH),
-    "torch.unscale": (lossscale_torch.unscale, [torch.ones(1)], TORCH),
-    "torch.all_finite": (lossscale_torch.all_finite, {}),
-    "torch.select": (lossscale_torch.select, True, torch.ones(1), torch.ones(1)),
-    "overflow_report": (lossscale_torch.overflow_report, []),
     "range_report": (lossscale_torch.range_report, MODEL, lambda: MODEL(torch.ones(1, 2)).sum()),
     "float32_plan": (lossscale_torch.float32_plan, MODEL, [lambda: MODEL(torch.ones(1, 2)).sum()]),
     "keep_in_float32": (lossscale_torch.keep_in_float32, MODEL, ()),
@@ -92,31 +88,22 @@ CALLS = {
     "update": (_update, 1.0),
     "attempts": (lambda model: _scaler().attempts(model), MODEL),
     "load_state_dict": (lambda saved: _scaler().load_state_dict(saved), {}),
-    "jax.init_state": (lossscale_jax.init_state, POLICY),
-    "jax.scale": (lossscale_jax.scale, LOSS, JAX),
-    "jax.unscale": (lossscale_jax.unscale, {"w": LOSS}, JAX),
-    "jax.all_finite": (lossscale_jax.all_finite, {}),
-    "jax.overflow_report": (lossscale_jax.overflow_report, {}),
-    "jax.select": (lossscale_jax.select, True, LOSS, LOSS),
-    "value_and_grad": (lambda fun, state: lossscale_jax.value_and_grad(fun)(state, LOSS), lambda x: x * 1.0, JAX),
+    "value_and_grad": (
+        lambda fun, state: lossscale_jax.value_and_grad(fun)(state, LOSS),
+        lambda x: x * 1.0,
+        lossscale_jax.init_state(POLICY),
+    ),
     "loss_scaled": (lossscale_jax.loss_scaled, optax.sgd(0.1), POLICY),
     "get_scale_state": (lossscale_jax.get_scale_state, WRONG["optax' state"]),
     "load_scale_state": (lossscale_jax.load_scale_state, WRONG["optax' state"], core.state_to_dict(HOST), POLICY),
-    "keras.init_state": (lossscale_keras.init_state, POLICY),
-    "keras.scale": (lossscale_keras.scale, TENSOR, KERAS),
-    "keras.unscale": (lossscale_keras.unscale, [TENSOR], KERAS),
-    "keras.all_finite": (lossscale_keras.all_finite, []),
-    "keras.select": (lossscale_keras.select, True, TENSOR, TENSOR),
-    "keras.overflow_report": (lossscale_keras.overflow_report, []),
     "keras.LossScaleOptimizer": (lossscale_keras.LossScaleOptimizer, KERAS_SGD, POLICY),
-    "tf.init_state": (lossscale_tf.init_state, POLICY),
-    "tf.scale": (lossscale_tf.scale, TENSOR, TF),
-    "tf.unscale": (lossscale_tf.unscale, [TENSOR], TF),
-    "tf.all_finite": (lossscale_tf.all_finite, []),
-    "tf.select": (lossscale_tf.select, True, TENSOR, TENSOR),
-    "tf.overflow_report": (lossscale_tf.overflow_report, []),
     "tf.LossScaleOptimizer": (lossscale_tf.LossScaleOptimizer, KERAS_SGD),
 }
+for package, loss in LOSSES.items():
+    state = package.init_state(POLICY)
+    verbs = {"init_state": [POLICY], "scale": [loss, state], "unscale": [[loss], state], "all_finite": [[]]}
+    others = {"select": [True, loss, loss]} | ({} if package is core else {"overflow_report": [[]]})
+    CALLS |= {_name(package, verb): (getattr(package, verb), *given) for verb, given in (verbs | others).items()}
 CASES = [(name, place) for name, (_, *arguments) in CALLS.items() for place in range(len(arguments))]
 REMEDY = re.compile(
     r"\b(pass|call|write|add|wrap|derive|make|merge|leave|restore)\b|known: |it takes |^pytree structure error"
@@ -161,5 +148,4 @@ def test_a_wrong_argument_is_named_with_what_is_right(name, place, tmp_path, mon
 def test_no_function_is_left_out(package):
     """A new public function gets a row; `one_more` is for those who write policies."""
     functions = {name for name in package.__all__ if inspect.isfunction(getattr(package, name))} - {"one_more"}
-    of_package = "" if package is core else f"{package.__name__.removeprefix('lossscale_')}."
-    assert {name for name in functions if name not in CALLS and f"{of_package}{name}" not in CALLS} == set()
+    assert {name for name in functions if not {name, _name(package, name)} & CALLS.keys()} == set()
