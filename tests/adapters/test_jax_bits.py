@@ -15,35 +15,32 @@ keys = jax.random.split(jax.random.key(0), 6)
 params = [jax.random.normal(key, (32, 32)) / 6 for key in keys[:4]]
 x, y = jax.random.normal(keys[4], (64, 32)), jax.random.normal(keys[5], (64, 32))
 
-def loss(params):
-    hidden = x
-    for weight in params:
-        hidden = jnp.tanh(hidden @ weight)
-    return jnp.mean((hidden - y) ** 2)
+def trained(inner, **settings):
+    optimizer = loss_scaled(inner, 1024.0, **settings) if settings else inner
 
-def after(optimizer, take, scaled):
     @jax.jit
     def step(params, opt_state):
-        grads = jax.grad(lambda params: scaled(loss(params), opt_state))(params)
-        return take(grads, opt_state, params)
+        def loss(params):
+            hidden = x
+            for weight in params:
+                hidden = jnp.tanh(hidden @ weight)
+            value = jnp.mean((hidden - y) ** 2)
+            return scale(value, get_scale_state(opt_state)) if settings else value
+
+        grads = jax.grad(loss)(params)
+        if settings:
+            return optimizer.apply_gradients(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     state = params, optimizer.init(params)
     for _ in range(10):
         state = step(*state)
     return state[0]
 
-def without(inner):
-    def take(grads, opt_state, params):
-        updates, opt_state = inner.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-    return after(inner, take, lambda loss, opt_state: loss)
-
-def ours(optimizer):
-    return after(optimizer, optimizer.apply_gradients, lambda loss, state: scale(loss, get_scale_state(state)))
-
 for inner in (optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)):
     for skip in ("cond", "select"):
-        scaled = ours(loss_scaled(inner, 1024.0, skip=skip))
-        print(all((a == b).all() for a, b in zip(without(inner), scaled)))
+        print(all((a == b).all() for a, b in zip(trained(inner), trained(inner, skip=skip))))
 """
 
 

@@ -125,18 +125,6 @@ def test_finite_micro_batches_make_no_infinite_sum(drop):
     assert get_scale_state(opt_state).skipped_steps == 0
 
 
-def test_the_scale_is_found_in_a_wrapper():
-    """In one of optax that shows it some of the parameters, before and after steps under jit."""
-    optimizer = optax.masked(loss_scaled(optax.sgd(1.0), POLICY), {"w": True, "b": False})
-    opt_state = optimizer.init(PARAMS)
-    step = jax.jit(step_of(optimizer, "update"))
-    assert get_scale_state(opt_state).loss_scale == SCALE
-    params, opt_state = step(PARAMS, opt_state, _times(GRADS, SCALE))
-    np.testing.assert_allclose(params["w"], PARAMS["w"] - GRADS["w"])
-    _, opt_state = step(params, opt_state, BAD)
-    assert get_scale_state(opt_state).loss_scale == SCALE / 2
-
-
 def test_extra_args_reach_the_inner_optimizer():
     """Through a chain, too; an inner optimizer that knows none gets none."""
 

@@ -1,79 +1,58 @@
 """jmp's and flax's own scalers against their translations."""
 
+import random
+
 import jax.numpy as jnp
 import jmp
 import numpy as np
 import pytest
 from flax.serialization import to_state_dict
 from flax.training.dynamic_scale import DynamicScale
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lossscale import from_tool, state_from_tool
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
-from tests.strategies import overflow_traces
-from tests.sweeping import few_examples
-
-SCALES = st.integers(0, 30).map(lambda power: 2.0**power)
+from lossscale_core.adapters import SMALLEST_SCALE
+from tests.sweeping import seeds
 
 
-def _assert_alike(name, config, original, step, saved, grads_finite, stop):
-    """Compare the whole run, and one resumed from what the original saves after `stop` steps."""
-    policy = from_tool(name, config)
-    states = [policy.init_state()]
-    for index, finite in enumerate(grads_finite):
-        if index == stop:
-            states.append(state_from_tool(name, saved(original), policy))
-        original, scale = step(original, jnp.asarray(finite))
-        if not SMALLEST_SCALE < scale < LARGEST_SCALE:
-            return
-        states = [policy.update(state, finite) for state in states]
-        assert {float(state.loss_scale) for state in states} == {float(scale)}
-
-
-@few_examples
-@given(
-    st.fixed_dictionaries(
-        {"loss_scale": SCALES, "period": st.integers(1, 5)},
-        optional={"factor": st.sampled_from([2, 4]), "min_loss_scale": st.sampled_from([1.0, 0.25])},
-    ),
-    overflow_traces(max_steps=40),
-    st.integers(0, 20),
-)
-def test_jmp(config, grads_finite, stop):
-    """`DynamicLossScale.adjust`, eagerly, where it keeps its floor."""
+def _jmp(config):
+    """Return jmp's scaler, a step of it, and what is saved of it."""
     arrays = {key: jnp.float32(value) if "scale" in key else value for key, value in config.items()}
+    return jmp.DynamicLossScale(**arrays), lambda scaler, finite: scaler.adjust(finite), vars
+
+
+def _flax(config):
+    """Return flax's scaler, a step of it, and what is saved of it."""
 
     def step(scaler, finite):
-        scaler = scaler.adjust(finite)
-        return scaler, scaler.loss_scale
+        return scaler.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.float32(1.0))[0]
 
-    _assert_alike("jmp", config, jmp.DynamicLossScale(**arrays), step, vars, grads_finite, stop)
+    return DynamicScale(**config), step, to_state_dict
 
 
-@few_examples
-@given(
-    st.fixed_dictionaries(
-        {"growth_interval": st.integers(-1, 4)},
-        optional={
-            "scale": SCALES,
-            "growth_factor": st.sampled_from([2.0, 4.0]),
-            "backoff_factor": st.sampled_from([0.5, 0.25]),
-            "minimum_scale": st.sampled_from([None, 1.0]),
-        },
-    ),
-    overflow_traces(max_steps=40),
-    st.integers(0, 20),
-)
-def test_flax(config, grads_finite, stop):
-    """`DynamicScale.value_and_grad`, and what `flax.serialization` saves of it."""
+CONFIGS = [
+    ("jmp", _jmp, {"loss_scale": 2.0**10, "period": 2}),
+    ("jmp", _jmp, {"loss_scale": 4.0, "period": 1, "factor": 4, "min_loss_scale": 0.25}),
+    ("flax", _flax, {"growth_interval": 2}),
+    ("flax", _flax, {"growth_interval": 0, "scale": 4.0, "minimum_scale": 1.0}),
+    ("flax", _flax, {"growth_interval": -1, "growth_factor": 4.0, "backoff_factor": 0.25, "minimum_scale": None}),
+]
 
-    def step(scaler, finite):
-        gradient_of = scaler.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))
-        scaler, *_ = gradient_of(jnp.float32(1.0))
-        return scaler, scaler.scale
 
-    _assert_alike("flax", config, DynamicScale(**config), step, to_state_dict, grads_finite, stop)
+@pytest.mark.parametrize(("name", "make", "config"), CONFIGS)
+def test_the_policy_does_what_the_scaler_does(name, make, config):
+    """Scales are equal after every step, also of a run that is saved anywhere and continued."""
+    for seed in seeds(50):
+        draw, policy = random.Random(seed), from_tool(name, config)
+        original, step, saved = make(config)
+        states, stop = [policy.init_state()], draw.randrange(20)
+        for n in range(40):
+            if n == stop:
+                states.append(state_from_tool(name, saved(original), policy))
+            finite = draw.random() < 0.7
+            original = step(original, jnp.asarray(finite))
+            states = [policy.update(state, finite) for state in states]
+            scale = original.loss_scale if name == "jmp" else original.scale
+            assert {float(state.loss_scale) for state in states} == {float(scale)}
 
 
 def test_the_fields_of_a_scaler_are_a_config():

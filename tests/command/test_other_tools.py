@@ -112,7 +112,12 @@ SAYINGS = [
     ("megatron", {"--loss-scale-window": "1000", "initial-loss-scale": "4294967296"}, _default("megatron")),
     ("megatron", {"loss_scale_window": 1000.5}, _default("megatron", growth_interval=2**31 - 1)),
     ("megatron", {"min_scale": 1e-40}, _default("megatron", min_scale=SMALLEST_SCALE)),
-    ("apex", {"opt_level": "O1", "loss_scale": None, "max_loss_scale": 2.0**24}, _default("apex")),
+    ("apex", {"opt_level": "O1", "loss_scale": None, "min_loss_scale": None}, _default("apex")),
+    (
+        "apex",
+        {"init_scale": 2.0**20, "min_loss_scale": 4.0, "max_loss_scale": 64.0},
+        _default("apex", init_scale=64.0, min_scale=4.0, max_scale=64.0),
+    ),
     ("apex", {"max_loss_scale": None}, _default("apex", max_scale=LARGEST_SCALE)),
     ("apex", {"opt_level": "O3"}, FixedScaling(1.0)),
     ("torch", TORCHS, _wide(init_scale=8.0)),

@@ -5,8 +5,6 @@ for each of them; tools that the adapters' tests run themselves need none. `PLAC
 model uses a policy of this library.
 """
 
-import math
-
 import numpy as np
 from hypothesis import strategies as st
 
@@ -14,9 +12,8 @@ from hypothesis import strategies as st
 class Counted:
     """The scale grows where a count of finite steps in a row equals an interval, and falls on an overflow."""
 
-    def __init__(self, scale, up, down, interval, floor=0.0, ceiling=math.inf):
-        self.scale, self.up, self.down, self.interval = scale, up, down, interval
-        self.floor, self.ceiling, self.count = floor, ceiling, 0
+    def __init__(self, scale, up, down, interval, floor=0.0):
+        self.scale, self.up, self.down, self.interval, self.floor, self.count = scale, up, down, interval, floor, 0
 
     def step(self, overflow):
         if overflow:
@@ -32,18 +29,7 @@ class Counted:
     def was_finite(self, grows):
         if grows:
             self.count = 0
-            self.scale = min(self.scale * self.up, self.ceiling)
-
-
-class Apex(Counted):
-    def __init__(
-        self, init_scale=65536.0, scale_factor=2.0, scale_window=2000, min_loss_scale=None, max_loss_scale=2.0**24
-    ):
-        start = min(init_scale, max_loss_scale)
-        super().__init__(start, 2.0, 0.5, scale_window, min_loss_scale or 0.0, max_loss_scale)
-
-    def saved(self):
-        return {"loss_scaler0": {"loss_scale": self.scale, "unskipped": self.count}}
+            self.scale *= self.up
 
 
 class Megatron(Counted):
@@ -134,12 +120,6 @@ class DeepSpeed:
 _SCALE = st.integers(3, 24).map(lambda power: 2.0**power)
 _WINDOW, _COUNT = st.integers(1, 9), st.integers(0, 4)
 _UP, _DOWN = st.sampled_from([2.0, 2.0, 4.0, 1.5]), st.sampled_from([0.5, 0.5, 0.25, 0.8])
-_APEX = {
-    "init_scale": _SCALE,
-    "scale_factor": st.sampled_from([2.0, 4.0]),
-    "min_loss_scale": st.sampled_from([None, 0, 1.0, 0.25, 4.0]),
-    "max_loss_scale": st.sampled_from([2.0**6, 2.0**20]),
-}
 _DEEPSPEED = {
     "initial_scale_power": st.integers(0, 20),
     "consecutive_hysteresis": st.booleans(),
@@ -154,7 +134,6 @@ _MEGATRON = {
 }
 _PADDLE = {"init_loss_scaling": _SCALE, "incr_ratio": _UP, "decr_ratio": _DOWN, "decr_every_n_nan_or_inf": _COUNT}
 DRAWN = {
-    "apex": (Apex, {"scale_window": _WINDOW}, _APEX),
     "deepspeed": (DeepSpeed, {"loss_scale_window": _WINDOW | _WINDOW.map(float), "hysteresis": _COUNT}, _DEEPSPEED),
     "megatron": (Megatron, {"growth_interval": _WINDOW | st.just(2.5)}, _MEGATRON),
     "paddle": (Paddle, {"incr_every_n_steps": st.integers(-1, 9)}, _PADDLE),

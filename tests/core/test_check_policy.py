@@ -94,6 +94,7 @@ BROKEN = [
         _first(loss_scale=np.float64(8.0)),
         "loss_scale of init_state is np.float64(8.0); return a finite NumPy scalar of f",
     ),
+    (_first(steps=np.float32(0)), "steps of init_state is np.float32(0.0); return a finite NumPy scalar of int32"),
     (_first(loss_scale=np.float32("nan")), "loss_scale of init_state is np.float32(nan); return a finite"),
     (Changed(first=lambda state: state._replace(growth_tracker=np.int32(next(COUNT)))), "return equal states"),
     (_each(growth_tracker=lambda old, new, xp: new.growth_tracker * 1.0), f"float64 of shape () {STEP_1}, on the host"),
@@ -166,6 +167,7 @@ BROKEN = [
     ),
     (Changed(lambda old, new, flag, xp: new._replace(steps=select(flag, new.steps, new.steps))), "select(..., xp=xp)"),
     (_each(loss_scale=lambda old, new, xp: np.maximum(new.loss_scale, np.float32(1.0))), "traced arrays"),
+    (Changed(lambda old, new, flag, xp: new._replace(steps=new.steps + (flag & False))), "on array-api-strict"),
 ]
 
 
@@ -174,6 +176,28 @@ def test_a_wrong_policy_is_told_the_field_and_the_step(policy, sentence):
     with pytest.raises(AssertionError) as caught:
         check_policy(policy)
     assert sentence in str(caught.value)
+
+
+def test_the_runs_begin_where_a_rule_may_break():
+    """First, with full counters, and where growth is due: at, beside and beyond each bound; then two long runs."""
+    calls = []
+    check_policy(Changed(lambda *call: calls.append(call) or call[1]))
+    on_host = [(old, flag) for old, _, flag, xp in calls if xp is None]
+    steps, long_runs = on_host[: -3000 - 5000 : 2], on_host[-3000 - 5000 :]  # `update` is called twice for each step
+    flags = ["".join("FT"[flag] for _, flag in steps[n : n + 16]) for n in range(0, len(steps), 16)]
+    assert flags == ["FFTFTTFFFTTTTTTF", "TTFTFFTTTFFFFFFT"] * 9
+    starts = [old for old, _ in steps[::32]]
+    assert [start.loss_scale for start in starts] == [2.0**16] * 3 + [
+        1,
+        3,
+        0.25,
+        2.0**32,
+        np.float32(2**32 / 3),
+        2.0**33,
+    ]
+    assert [start.growth_tracker for start in starts] == [0, 2**31 - 2] + [2] * 7
+    assert [start.steps for start in starts] == [0, 2**31 - 2] + [0] * 7
+    assert [flag for _, flag in long_runs] == [False] * 3000 + [True] * 5000
 
 
 @pytest.mark.parametrize("convert", [lambda count: count, np.asarray])

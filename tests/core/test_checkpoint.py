@@ -101,11 +101,6 @@ def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(saved, policy
         assert float(state_from_dict({**SAVED, "loss_scale": saved}, policy).loss_scale) == scale
 
 
-def test_other_keys_are_left_alone():
-    """A facade may keep keys of its own next to ours."""
-    assert state_from_dict({**SAVED, "_growth_tracker": 3, "scale": 1.0}) == DynamicScaling().init_state()
-
-
 def test_a_policy_without_a_config_saves_and_restores_its_state():
     """A config saved by another policy does not stand in its way."""
     own = BareAdditiveScaling()

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 import lossscale_core as core
-from lossscale_core import DynamicScaling
 from lossscale_core.adapters import tree
-from lossscale_core.testing import simulate
 from tests.conformance import suite as conformance
 from tests.conformance.core_backends import CORE, HOST, NUMPY
-from tests.conformance.suite import Adapter, Scenario
+from tests.conformance.suite import Adapter
 
 VERBS = ("init_state", "scale", "all_finite", "unscale", "select")
 
@@ -69,29 +67,3 @@ def test_wrong_adapters_are_caught(wrong, words):
     """The failure says which rule was broken, how it ran, and with which value."""
     with pytest.raises(AssertionError, match=words):
         conformance.check(_with(**wrong))
-
-
-def test_a_policy_that_drifts_is_caught():
-    """A policy of the user's own is checked as a scenario: its states on arrays must equal those on the host."""
-
-    class Drifting:
-        def init_state(self):
-            return DynamicScaling().init_state()
-
-        def update(self, state, grads_finite, *, xp=None):
-            after = DynamicScaling().update(state, grads_finite, xp=xp)
-            return after if xp is None else after._replace(steps=after.steps + 1)
-
-    scenarios = {"mine": Scenario(Drifting(), [True, False])}
-    with pytest.raises(AssertionError, match=r"states_are_the_hosts \(eager, mine\): steps after step 0 .* is 2"):
-        conformance.check(NUMPY, scenarios=scenarios)
-
-
-def test_scenarios_take_every_branch():
-    """Of every kind of policy; together they reach the smallest and the largest scale."""
-    assert {scenario.policy.kind for scenario in conformance.SCENARIOS.values()} >= {"none", "fixed", "dynamic"}
-    scales = []
-    for policy, flags in conformance.SCENARIOS.values():
-        assert {*flags} == {True, False}
-        scales += simulate(policy, flags).loss_scale_after.tolist()
-    assert (min(scales), max(scales)) == (core.adapters.SMALLEST_SCALE, core.adapters.LARGEST_SCALE)

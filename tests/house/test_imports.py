@@ -10,7 +10,8 @@ import pytest
 from tests.house.plan import ADAPTERS, PLAN
 
 SRC = Path(__file__).parents[2] / "src"
-STANDARD_LIBRARY = sys.stdlib_module_names
+NETWORK = {"socket", "ssl", "urllib", "http", "ftplib", "smtplib", "xmlrpc"}
+"""The parts of the standard library that open connections: no module imports them."""
 IMPORTING_CALLS = {"import_module", "__import__", "find_spec", "run_module"}
 PACKAGES = ["lossscale", "lossscale_core", *ADAPTERS]
 CORE_REQUIRES = {"numpy", "array_api_compat"}
@@ -78,8 +79,9 @@ def _module_imports(package: str) -> dict[str, set[str]]:
 
 
 def _outside(path: Path, *packages: str) -> set[str]:
-    """Return the packages that a file imports besides the standard library and these."""
-    return {name.partition(".")[0] for name in _imports(path)} - STANDARD_LIBRARY - {*packages}
+    """Return the packages that a file imports besides these and the standard library without its network."""
+    usual = sys.stdlib_module_names - NETWORK
+    return {name.partition(".")[0] for name in _imports(path)} - usual - {*packages}
 
 
 def _is_private(name: str) -> bool:
