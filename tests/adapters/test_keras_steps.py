@@ -10,7 +10,7 @@ import pytest
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import OverflowStreakError, PolicyError
 from lossscale_keras import LossScaleOptimizer, overflow_report
-from tests.adapters.keras_loops import BACKEND, EACH_WRAPPER, apply, apply_scaled, assert_same, value_of, values_of
+from tests.adapters.keras_loops import BACKEND, WRAPPERS, apply, apply_scaled, assert_same, value_of, values_of
 from tests.sweeping import seeds
 
 INF, NAN = float("inf"), float("nan")
@@ -70,26 +70,28 @@ def test_a_step_that_the_inner_optimizer_refuses_is_not_counted():
     assert [*map(float, [*optimizer.scale_state, *optimizer.guard_state])] == [*map(float, before)]
 
 
+WIDE = [("float64", 1e39), ("float64", 1e200)] if BACKEND != "jax" else []
+
+
 @pytest.mark.parametrize("is_inner", [False, True])
-@pytest.mark.parametrize("sizes", [(3.0, 4.0), (1e30, 1e30), (1e-3, 1e-3)])
-def test_clipping_is_that_of_two_passes(is_inner, sizes):
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 3.0), ("float32", 1e30), ("float32", 1e-3), *WIDE])
+def test_clipping_is_that_of_two_passes(is_inner, dtype, size):
     """Gradients are unscaled, then clipped by the norm of all; squares that overflow do not matter."""
-    grads = [np.full(3, sizes[0], np.float32), np.full((2, 2), sizes[1], np.float32)]
-    norm = np.sqrt(sum(np.square(grad.astype(np.float64)).sum() for grad in grads))
-    variables = _variables((3,), (2, 2))
+    grads, norm = [np.full(3, size, dtype), np.full((2, 2), -2.0 * size, dtype)], 19.0**0.5 * size
+    variables = _variables((3,), (2, 2), dtype=dtype)
     inner = keras.optimizers.SGD(1.0, global_clipnorm=2.0 if is_inner else None)
-    scale = 2.0**10 if sizes[0] > 1e10 else 2.0**16
+    scale = 2.0**10 if size == 1e30 else 2.0**16
     optimizer = LossScaleOptimizer(inner, scale, global_clipnorm=None if is_inner else 2.0)
     assert (inner.global_clipnorm, optimizer.global_clipnorm) == (None, 2.0)
-    apply_scaled(optimizer, variables, grads)
+    apply(optimizer, variables, [grad * np.array(scale, dtype) for grad in grads])
     for variable, grad in zip(variables, grads, strict=True):
         np.testing.assert_allclose(0.5 - value_of(variable), grad * min(1.0, 2.0 / norm), rtol=1e-5, atol=1e-7)
 
 
 def test_the_norm_to_clip_to_can_be_set():
-    """There is one number: what is read is what is used; what cannot be used is refused."""
+    """There is one number: what is read is what is used; beyond float32 it clips nothing; others are refused."""
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0, global_clipnorm=1.0), _variables((1,))
-    for norm, after in ((1.0, -0.5), (0.25, -0.75), (None, -4.75)):
+    for norm, after in ((1.0, -0.5), (0.25, -0.75), (None, -4.75), (1e300, -8.75), (INF, -12.75)):
         optimizer.global_clipnorm = norm
         assert optimizer.global_clipnorm == norm
         vars(optimizer).pop("_jitted_by_test", None)
@@ -98,7 +100,7 @@ def test_the_norm_to_clip_to_can_be_set():
         np.testing.assert_allclose(value_of(variables[0]), after, rtol=1e-6)
     with pytest.raises(PolicyError, match="global_clipnorm=-1"):
         optimizer.global_clipnorm = -1
-    assert optimizer.global_clipnorm is None
+    assert optimizer.global_clipnorm == INF
 
 
 @pytest.mark.parametrize(
@@ -174,15 +176,12 @@ def test_a_micro_batch_that_overflows_is_left_out_of_its_window():
 
 
 def test_a_schedule_follows_applied_steps():
-    """The learning rate is that of the inner optimizer, and can be set."""
+    """The learning rate is that of the inner optimizer, which has not seen the skipped ones."""
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.25])
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(schedule)), _variables()
     for size in (INF, 1.0, INF, 1.0):
         apply_scaled(optimizer, variables, [np.full(3, size)])
     assert list(value_of(variables[0])) == [0.5 - 1.25] * 3
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0))
-    optimizer.learning_rate = 0.5
-    assert float(optimizer.inner_optimizer.learning_rate) == 0.5
 
 
 @pytest.mark.parametrize("seed", seeds(20))
@@ -316,20 +315,7 @@ def test_sparse_gradients_stay_sparse():
     assert not value_of(variable)[[0, 2, 3]].any()
 
 
-@EACH_WRAPPER
-def test_as_many_gradients_as_variables(wrapper):
-    """Otherwise nothing is applied or counted."""
-    optimizer = wrapper(keras.optimizers.SGD(0.1))
-    for variables in ([], _variables()):
-        if variables:
-            optimizer.build(variables)
-        count = 1 + len(variables)
-        with pytest.raises(ValueError, match=f"{count} gradients came for {len(variables)} variables"):
-            optimizer.apply([keras.ops.ones(3)] * count)
-    assert int(optimizer.metrics()["steps"]) == 0
-
-
-@pytest.mark.filterwarnings("error:scale_loss was not called")
+@pytest.mark.filterwarnings("error:scale_loss was not called", "error:get_scaled_loss not called")
 def test_a_step_whose_loss_was_not_scaled():
     """It is warned of once: before the first loss is scaled, and in an eager loop that forgets it later."""
     for has_begun in (False, True):
@@ -342,8 +328,8 @@ def test_a_step_whose_loss_was_not_scaled():
             optimizer.apply([keras.ops.ones(3)])
         assert [each.filename for each in caught] == [__file__]
         optimizer.apply([keras.ops.ones(3)])
-    unscaled = LossScaleOptimizer(keras.optimizers.SGD(0.1), "none")
-    unscaled.apply([keras.ops.ones(3)], _variables())
+    for wrapper in WRAPPERS:  # there is nothing to warn of
+        wrapper(keras.optimizers.SGD(0.1), "none").apply([keras.ops.ones(3)], _variables())
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has them")

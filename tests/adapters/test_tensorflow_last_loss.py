@@ -17,7 +17,6 @@ import tensorflow as tf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import lossscale_tf
 from lossscale_core import DynamicScaling
 from lossscale_core.errors import CallOrderError
 from lossscale_tf import LossScaleOptimizer
@@ -39,32 +38,17 @@ class Two:
     """An optimizer around two weights at zero, and the calls that a loop may make."""
 
     def __init__(self):
-        self.weights = [tf.Variable(0.0), tf.Variable(0.0)]
+        self.variables = [keras.Variable(0.0), keras.Variable(0.0)]
+        self.weights = [each.value for each in self.variables]
+        """The same variables as TensorFlow's: a loop may name either."""
         self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
         self.optimizer.build(self.weights)
 
-    def scaled_and_loss(self, weight, gradient, by="get_scaled_loss"):
-        """Return the scaled gradient of a loss, and the loss."""
-        with tf.GradientTape() as tape:
-            loss = getattr(self.optimizer, by)(self.weights[weight] * gradient)
-        return tape.gradient(loss, [self.weights[weight]]), loss
-
     def scaled(self, weight, gradient, by="get_scaled_loss"):
         """Return the scaled gradient of a loss."""
-        return self.scaled_and_loss(weight, gradient, by)[0]
-
-    def of_two_tapes(self, first, second, by="get_scaled_loss"):
-        """Return the scaled gradients of two losses, of which neither is differentiated before both are scaled."""
-        scale = getattr(self.optimizer, by)
-        with tf.GradientTape() as first_tape, tf.GradientTape() as second_tape:
-            first_loss, second_loss = scale(self.weights[0] * first), scale(self.weights[1] * second)
-        return first_tape.gradient(first_loss, self.weights[:1]), second_tape.gradient(second_loss, self.weights[1:])
-
-    def of_one_tape(self, first, second, by="get_scaled_loss"):
-        """Return the scaled gradients of one loss of both weights."""
-        with tf.GradientTape(persistent=True) as tape:
-            loss = getattr(self.optimizer, by)(self.weights[0] * first + self.weights[1] * second)
-        return tape.gradient(loss, self.weights[:1]), tape.gradient(loss, self.weights[1:])
+        with tf.GradientTape() as tape:
+            loss = getattr(self.optimizer, by)(self.weights[weight] * gradient)
+        return tape.gradient(loss, [self.weights[weight]])
 
     def unscale(self, grads, loss=None):
         """Unscale gradients."""
@@ -72,11 +56,11 @@ class Two:
 
     def apply(self, grads, weight):
         """Apply gradients as they are."""
-        self.optimizer.apply_gradients([(grads[0], self.weights[weight])])
+        self.optimizer.apply_gradients([(grads[0], self.variables[weight])])
 
-    def unscale_and_apply(self, grads, weight, loss=None):
+    def unscale_and_apply(self, grads, weight):
         """Apply scaled gradients as a loop does."""
-        self.apply(self.unscale(grads, loss), weight)
+        self.apply(self.unscale(grads), weight)
 
     def minimize(self, weight, gradient):
         """Take a whole step, after which the scale is twice what it was."""
@@ -86,14 +70,6 @@ class Two:
         """Require that the weights went so far, and that no call was missed."""
         assert [float(each) for each in self.weights] == [-first, -second]
         assert self.optimizer.steps_with_missing_calls == 0
-
-
-def _windows_of_four_four_and_two(two):
-    for length in (4, 4, 2):
-        grads = [two.scaled(0, 1.0)[0] for _ in range(length)]
-        two.unscale_and_apply([tf.add_n(grads)], 0)
-    two.minimize(0, -2.0)
-    two.minimize(1, 5.0)
 
 
 def _steps_in_a_loop_of_the_graph(two):
@@ -106,7 +82,7 @@ def _steps_in_a_loop_of_the_graph(two):
 
 
 def _some_gradients_are_processed(two):
-    first, second = map(two.unscale, two.of_one_tape(8.0, 10.0))
+    first, second = (two.unscale(two.scaled(weight, gradient)) for weight, gradient in ((0, 8.0), (1, 10.0)))
     two.optimizer.apply_gradients(zip([*first, 0.5 * second[0]], two.weights, strict=True))
 
 
@@ -160,7 +136,6 @@ def _keras_entry_divides_scaled_gradients_alone(two):
 @pytest.mark.parametrize(
     "program",
     [
-        _windows_of_four_four_and_two,
         _steps_in_a_loop_of_the_graph,
         _some_gradients_are_processed,
         _unscaled_for_their_norm_alone,
@@ -348,7 +323,7 @@ def test_any_order_of_calls(calls, mode):
 @EACH_MODE
 @pytest.mark.parametrize("each", [True, False], ids=["unscaled each", "unscaled once"])
 def test_gradients_are_accumulated(mode, each):
-    """Two micro-batches a step, in functions that are traced apart; each is unscaled by itself, or their sum is."""
+    """Over windows of 4, 4 and 2 micro-batches, in functions that are traced apart; each is unscaled, or their sum."""
     two, total = Two(), tf.Variable(0.0)
 
     def micro_batch():
@@ -361,11 +336,11 @@ def test_gradients_are_accumulated(mode, each):
         total.assign(0.0)
 
     micro_batch, step = mode(micro_batch), mode(step)
-    for _ in range(3):
-        micro_batch()
-        micro_batch()
+    for length in (4, 4, 2):
+        for _ in range(length):
+            micro_batch()
         step()
-    two.went(18.0)
+    two.went(30.0)
 
 
 def test_two_threads():
@@ -379,10 +354,11 @@ def test_two_threads():
     assert [float(each) for each in found] == [3.0, 5.0]
 
 
-@pytest.mark.parametrize("by", ["get_scaled_loss", "scale_loss"])
+@pytest.mark.parametrize("by", ["get_unscaled_gradients", "apply_gradients", "apply"])
 @pytest.mark.parametrize(
     ("scaled_in", "applied_in"),
     [
+        (eager, eager),
         (eager, _in_a_thread),
         (_in_a_thread, eager),
         (eager, traced),
@@ -392,53 +368,33 @@ def test_two_threads():
     ],
 )
 def test_gradients_that_another_place_applies(by, scaled_in, applied_in):
-    """Scaled in one place, applied in another, and the scale is set in between: each step is right."""
+    """Scaled in one place, applied in another, and the scale is set in between: each step is right.
+
+    Those that `apply` gets are the sum over a loop of the graph.
+    """
     two = Two()
-    scaled = scaled_in(lambda: two.scaled(0, 3.0, by))
-    apply = applied_in(lambda grads: (two.apply if by == "scale_loss" else two.unscale_and_apply)(grads, 0))
+    scale = "get_scaled_loss" if by == "get_unscaled_gradients" else "scale_loss"
+
+    def micro_batch(count, total):
+        return count + 1, total + two.scaled(0, 1.5, scale)[0]
+
+    def scaled():
+        if by != "apply":
+            return two.scaled(0, 3.0, scale)
+        return tf.while_loop(lambda count, _: count < 2, micro_batch, (0, tf.constant(0.0)))[1:]
+
+    def apply(grads):
+        if by == "apply":
+            two.optimizer.apply(grads, two.weights[:1])
+        else:
+            (two.apply if by == "apply_gradients" else two.unscale_and_apply)(grads, 0)
+
+    scaled, apply = scaled_in(scaled), applied_in(apply)
     for _ in range(4):
         grads = scaled()
         two.optimizer.dynamic_scale.assign(64.0)
         apply(grads)
     two.went(12.0)
-
-
-@EACH_MODE
-def test_a_loss_that_was_multiplied_by_hand(mode):
-    """Its gradients are unscaled by the present scale if no loss was scaled yet; the missing call is counted."""
-    two = Two()
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = two.weights[0] * 3.0 * two.optimizer.loss_scale
-        two.unscale_and_apply(tape.gradient(loss, two.weights[:1]), 0)
-
-    step = mode(step)
-    with pytest.warns(UserWarning, match="get_scaled_loss not called"):
-        step()
-    step()
-    assert float(two.weights[0]) == -6.0
-    assert two.optimizer.steps_with_missing_calls == 2
-
-
-@EACH_MODE
-def test_variables_of_keras_and_their_values(mode):
-    """They are the same variable, by whichever it is named."""
-    two, weight = Two(), keras.Variable(0.0)
-    two.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
-    two.optimizer.build([weight])
-    two.weights = [weight.value]
-
-    def step():
-        two.optimizer.apply_gradients(zip(two.scaled(0, 3.0, "scale_loss"), [weight], strict=True))
-        (grad,) = two.optimizer.get_gradients(lambda: weight * 5.0, two.weights)
-        two.optimizer.apply_gradients([(grad * 1.0, weight)])
-
-    step = mode(step)
-    step()
-    step()
-    assert float(weight.value) == -16.0
-    assert two.optimizer.steps_with_missing_calls == 0
 
 
 def test_replicas_with_two_losses():
@@ -447,7 +403,7 @@ def test_replicas_with_two_losses():
         two = Two()
 
     def interleaved():
-        first, second = two.of_two_tapes(0.5, 1.0)
+        first, second = two.scaled(0, 0.5), two.scaled(1, 1.0)
         two.unscale_and_apply(first, 0)
         two.unscale_and_apply(second, 1)
 
@@ -461,13 +417,17 @@ def test_replicas_with_two_losses():
         STRATEGY.run(lambda grads: two.unscale_and_apply(grads, 0), args=(grads,))
     assert [float(each.numpy()) for each in two.weights] == [-6.0, -12.0]
     assert two.optimizer.steps_with_missing_calls == 0
+    with pytest.warns(UserWarning, match="get_scaled_loss and get_unscaled_gradients not called"):
+        traced(lambda: STRATEGY.run(lambda: two.apply([tf.constant(1.0)], 0)))()
+    assert two.optimizer.steps_with_missing_calls == 1  # a step of all replicas counts once
 
 
 @EACH_MODE
-def test_a_scaled_loss_whose_gradients_are_not_unscaled(mode):
-    """Is refused, at the first step and after right ones; nothing is applied, and the next right step is right.
+def test_promises_072_080_each_exactly_once(mode):
+    """A missing unscaling is refused, at the first step and after right ones, and so is a second one.
 
-    So is the gradient of an unscaled loss after a scaled one that was given up, which looks the same.
+    Nothing is applied then, and the next right step is right. The gradient of an unscaled loss after a scaled one that
+    was given up looks the same as one that was not unscaled.
     """
     two = Two()
     for steps in (0, 2):
@@ -484,42 +444,64 @@ def test_a_scaled_loss_whose_gradients_are_not_unscaled(mode):
 
     with pytest.raises(CallOrderError, match=r"read optimizer.loss_scale before apply_gradients"):
         mode(of_an_unscaled_loss)()
+    with pytest.raises(CallOrderError, match="unscaled already"):
+        mode(lambda: two.unscale(two.unscale(two.scaled(0, 1.0))))()
     mode(lambda: two.unscale_and_apply(two.scaled(0, 1.0), 0))()
     two.went(3.0)
 
 
-DIVISORS = {
-    "loss_scale": lambda optimizer: optimizer.loss_scale,
-    "dynamic_scale": lambda optimizer: optimizer.dynamic_scale,
-    "unscale": lambda optimizer: 1.0 / lossscale_tf.unscale(tf.constant(1.0), optimizer.scale_state),
-    "read before the step": None,
+def _within(step):
+    return lambda two, mode: mode(lambda: step(two))
+
+
+def _divided_by(read):
+    return _within(lambda two: two.apply([two.scaled(0, 2.0)[0] / read(two.optimizer)], 0))
+
+
+def _read_before_the_step(two, mode):
+    step = mode(lambda loss_scale: two.apply([two.scaled(0, 2.0)[0] / loss_scale], 0))
+    return lambda: step(two.optimizer.loss_scale)
+
+
+def _of_a_function(two, _):
+    scaled = traced(lambda: two.scaled(0, 2.0))  # it may be that of another loop
+    return lambda: two.apply([scaled()[0] / two.optimizer.state_dict()["loss_scale"]], 0)
+
+
+def _unscaled_between_right_steps(two, mode):
+    right = mode(lambda: two.unscale_and_apply(two.scaled(0, 0.0), 0))
+    unscaled = mode(lambda: two.apply([tf.constant(2.0)], 0))
+    return lambda: (right(), unscaled(), right())
+
+
+SCALED = "get_scaled_loss"
+UNSCALED = "get_unscaled_gradients"
+MISSING = {
+    "scaled by hand": (SCALED, _within(lambda two: two.unscale_and_apply([2.0 * two.optimizer.loss_scale], 0))),
+    "scaled by hand, apply": (
+        SCALED,
+        _within(lambda two: two.optimizer.apply([2.0 * two.optimizer.loss_scale], two.weights[:1])),
+    ),
+    "divided by loss_scale": (UNSCALED, _divided_by(lambda optimizer: optimizer.loss_scale)),
+    "divided by dynamic_scale": (UNSCALED, _divided_by(lambda optimizer: optimizer.dynamic_scale)),
+    "divided by that of scale_state": (UNSCALED, _divided_by(lambda optimizer: optimizer.scale_state.loss_scale)),
+    "divided by what was read before the step": (UNSCALED, _read_before_the_step),
+    "divided outside of a function": (UNSCALED, _of_a_function),
+    "neither": (f"{SCALED} and {UNSCALED}", _unscaled_between_right_steps),
 }
 
 
 @EACH_MODE
-@pytest.mark.parametrize("read", DIVISORS.values(), ids=DIVISORS)
-def test_gradients_that_the_caller_divides_are_not_refused(mode, read):
-    """The caller has read the scale, as the error advises; the missing call is counted, and warned of once."""
-    two, read_before = Two(), tf.Variable(0.0)
-    divisor = read or (lambda _: read_before)
-    step = mode(lambda: two.apply([two.scaled(0, 2.0)[0] / divisor(two.optimizer)], 0))
+@pytest.mark.parametrize(("calls", "make"), MISSING.values(), ids=MISSING)
+def test_promise_080_a_call_that_is_missing(mode, calls, make):
+    """Where the caller may have done it by hand, the gradients are applied, each step counted, the first warned of."""
+    two = Two()
+    step = make(two, mode)
     for is_first in (True, False):
-        if read is None:
-            read_before.assign(two.optimizer.loss_scale)
-        words = "^get_unscaled_gradients not called before apply_gradients"
-        with pytest.warns(UserWarning, match=words) if is_first else nullcontext():
+        with pytest.warns(UserWarning, match=f"^{calls} not called before apply_g") if is_first else nullcontext():
             step()
     assert float(two.weights[0]) == -4.0
     assert two.optimizer.steps_with_missing_calls == 2
-
-
-def test_scaled_gradients_of_a_function_are_applied_eagerly():
-    """They are not refused, since the function may be that of another loop, but counted and warned of."""
-    two = Two()
-    scaled = traced(lambda: two.scaled(0, 3.0))
-    with pytest.warns(UserWarning, match="^get_unscaled_gradients not called before apply_gradients"):
-        two.apply(scaled(), 0)
-    assert two.optimizer.steps_with_missing_calls == 1
 
 
 def test_a_copy_begins_with_a_new_step():
@@ -530,18 +512,6 @@ def test_a_copy_begins_with_a_new_step():
     with pytest.warns(UserWarning, match="get_scaled_loss and get_unscaled_gradients not called"):
         copied.apply_gradients([(tf.constant(2.0), two.weights[0])])
     assert copied.steps_with_missing_calls == 1
-
-
-def test_keras_entry_without_a_scaled_loss():
-    """`apply` divides by the present scale, as Keras's own does, and says so once; under "none" it says nothing."""
-    two = Two()
-    with pytest.warns(UserWarning, match="get_scaled_loss not called before apply_gradients"):
-        two.optimizer.apply([tf.constant(3.0) * two.optimizer.initial_scale], two.weights[:1])
-    two.optimizer.apply([tf.constant(3.0) * two.optimizer.loss_scale], two.weights[:1])
-    assert float(two.weights[0]) == -6.0
-    variable = tf.Variable(0.0)
-    LossScaleOptimizer(keras.optimizers.SGD(1.0), "none").apply([tf.constant(3.0)], [variable])
-    assert float(variable) == -3.0
 
 
 # -- what an earlier step leaves over ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from lossscale import tools
 
 ROOT = Path(__file__).parents[2]
+ADAPTERS = ROOT / "tests/adapters"
 
 
 def _text(*paths):
@@ -50,6 +51,6 @@ def test_every_tool_has_its_section():
 
 def test_every_promise_of_tensorflows_documents_has_a_test():
     """1 to 99; `test_promises_048_049_...` is a test of two."""
-    text = _text(*sorted((ROOT / "tests/adapters").glob("test_tensorflow_*.py")))
+    text = _text(*sorted(each for name in ("keras", "tensorflow") for each in ADAPTERS.glob(f"test_{name}_*.py")))
     names = re.findall(r"^def test_promises?_((?:\d{3}_)+)\w+\(", text, flags=re.MULTILINE)
     assert {int(number) for name in names for number in name.split("_") if number} == set(range(1, 100))
