@@ -150,25 +150,6 @@ def test_the_train_step_of_the_page_keeps_the_averages_of_batch_normalization():
     assert not np.isfinite(np.concatenate(trained(keras.Model)[1])).all()
 
 
-def test_float8_layers_train():
-    """Their scales are overwritten, and a bad batch leaves them as they were."""
-    keras.config.set_dtype_policy("float32")
-    layer = keras.layers.Dense(16)
-    inner = keras.optimizers.Adam(0.01)
-    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
-    layer.quantize("float8")
-    model.compile(LossScaleOptimizer(inner, DynamicScaling(init_scale=2.0**10), global_clipnorm=10.0), "mse",
-                  jit_compile=BACKEND == "jax")  # fmt: skip
-    overwritten = [each for each in model.trainable_variables if getattr(each, "overwrite_with_gradient", False)]
-    assert overwritten
-    losses = model.fit(DATA, DATA.sum(axis=1), batch_size=8, epochs=8, verbose=0).history["loss"]
-    assert losses[-1] < losses[0] / 2
-    assert any(value_of(each).max() != 1.0 for each in overwritten)
-    before = values_of(model.trainable_variables, inner.variables)
-    model.fit(BAD, np.ones(8), verbose=0)
-    assert_same(values_of(model.trainable_variables, inner.variables), before)
-
-
 @pytest.mark.skipif(BACKEND != "jax", reason="Keras has DataParallel on JAX")
 def test_eight_devices_decide_together():
     """Infinity in the batch of one device skips the step on all."""

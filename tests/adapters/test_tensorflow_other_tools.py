@@ -19,57 +19,26 @@ SCALES = st.integers(2, 20).map(lambda power: 2.0**power)
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def _assert_alike(name, config, step, saved, grads_finite, stop):
-    """Compare the whole run, and one resumed from what the original saves after `stop` steps."""
-    policy = from_tool(name, config)
-    states = [policy.init_state()]
-    for index, finite in enumerate(grads_finite):
-        if index == stop:
-            states.append(state_from_tool(name, saved(), policy))
-        scale = float(step(finite))
-        if not SMALLEST_SCALE < scale < LARGEST_SCALE:
-            return
-        states = [policy.update(state, finite) for state in states]
-        for state in states:
-            assert float(state.loss_scale) == pytest.approx(scale, rel=0.0 if config.get("multiplier") != 3.0 else 1e-5)
-
-
 def _gradient(finite):
     return tf.constant(1.0 if finite else np.inf)
 
 
-@settings(max_examples=30)
-@given(
-    st.fixed_dictionaries({"dynamic_growth_steps": st.integers(0, 5)}, optional={"initial_scale": SCALES}),
-    overflow_traces(max_steps=30),
-    st.integers(0, 15),
-)
-def test_keras_3(config, grads_finite, stop):
-    """`keras.optimizers.LossScaleOptimizer.apply`, and its variables under their own paths."""
-    variable = keras.Variable(1.0)
+def _of_keras_3(config):
+    """Return Keras 3's wrapper, a function that takes a step and returns the scale, and what its files keep."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **config)
-    optimizer.build([variable])
+    optimizer.build([keras.Variable(1.0)])
 
     def step(finite):
         optimizer.apply([_gradient(finite)])
         return optimizer.dynamic_scale.numpy()
 
-    def saved():
-        return {each.path: each for each in (optimizer.dynamic_scale, optimizer.step_counter)}
-
-    _assert_alike("keras3", config, step, saved, grads_finite, stop)
+    return optimizer, step, lambda: {each.path: each for each in (optimizer.dynamic_scale, optimizer.step_counter)}
 
 
-@settings(max_examples=20)
-@given(
-    st.fixed_dictionaries({"dynamic_growth_steps": st.integers(0, 5)}, optional={"initial_scale": SCALES | st.none()}),
-    overflow_traces(max_steps=25),
-    st.integers(0, 12),
-)
-def test_tf_keras(config, grads_finite, stop):
-    """`tf.keras.mixed_precision.LossScaleOptimizer` as of TensorFlow 2.4, kept alive by tf_keras."""
-    variable = tf.Variable(1.0)
-    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), **config)
+def _of_tf_keras(config):
+    """Return the same of `tf.keras.mixed_precision`'s, as of TensorFlow 2.4, kept alive by tf_keras."""
+    variable, inner = tf.Variable(1.0), tf_keras.optimizers.legacy.SGD(0.1)
+    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(inner, **config)
 
     def step(finite):
         optimizer.apply_gradients([(_gradient(finite), variable)])
@@ -78,7 +47,31 @@ def test_tf_keras(config, grads_finite, stop):
     def saved():
         return {"current_loss_scale": optimizer.loss_scale, "good_steps": optimizer.dynamic_counter}
 
-    _assert_alike("keras", config, step, saved, grads_finite, stop)
+    return optimizer, step, saved
+
+
+@settings(max_examples=50)
+@given(
+    st.sampled_from([("keras3", _of_keras_3), ("keras", _of_tf_keras)]),
+    st.fixed_dictionaries({"dynamic_growth_steps": st.integers(0, 5)}, optional={"initial_scale": SCALES}),
+    overflow_traces(max_steps=30),
+    st.integers(0, 15),
+)
+def test_keras(original, config, grads_finite, stop):
+    """The scale of each step is the original's; so it is in a run resumed from what that saves after `stop` steps."""
+    name, make = original
+    optimizer, step, saved = make(config)
+    policy = from_tool(name, config)
+    assert from_tool(name, optimizer.get_config()) == policy
+    states = [policy.init_state()]
+    for index, finite in enumerate(grads_finite):
+        if index == stop:
+            states.append(state_from_tool(name, saved(), policy))
+        scale = float(step(finite))
+        if not SMALLEST_SCALE < scale < LARGEST_SCALE:
+            return
+        states = [policy.update(state, finite) for state in states]
+        assert [float(state.loss_scale) for state in states] == [scale] * len(states)
 
 
 @settings(max_examples=30)
@@ -123,7 +116,8 @@ def test_a_fraction_of_an_interval():
 
 def test_the_drop_in_has_the_policy_of_from_tool():
     """Each argument, and each default."""
-    for arguments in {}, {"initial_scale": 64, "dynamic_growth_steps": 3}, {"initial_scale": 64, "dynamic": False}:
+    fixed, dynamic = {"initial_scale": 64, "dynamic": False}, {"initial_scale": 64, "dynamic_growth_steps": 3}
+    for arguments in ({}, {"initial_scale": None}, dynamic, fixed):
         assert _keras_policy(**arguments) == from_tool("keras", arguments)
 
 
@@ -155,6 +149,8 @@ def test_what_is_not_a_number_is_refused_by_the_name_of_its_argument(argument):
 
 
 REFUSED = [
+    (v1.FixedLossScale, {"loss_scale_value": 0.5}),
+    (v1.FixedLossScaleManager, {"loss_scale": 0.5}),
     (v1.DynamicLossScale, {"multiplier": 0.5}),
     (v1.DynamicLossScale, {"initial_loss_scale": 0.1}),
     (v1.ExponentialUpdateLossScaleManager, {"init_loss_scale": 0.1, "incr_every_n_steps": 3}),
@@ -179,11 +175,3 @@ def test_a_checkpoint_on_disk(tmp_path):
     reader = tf.train.load_checkpoint(path)
     state = state_from_tool("keras", {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()})
     assert (state.loss_scale, state.growth_tracker) == (4.0, 2)
-
-
-def test_a_config_as_keras_writes_it():
-    """`get_config` of Keras 3 and of tf_keras, inner optimizer and all."""
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), dynamic_growth_steps=7)
-    assert from_tool("keras3", optimizer.get_config()).growth_interval == 7
-    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.1), initial_scale=8.0)
-    assert from_tool("keras", optimizer.get_config()).init_scale == 8.0

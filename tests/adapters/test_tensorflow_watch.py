@@ -1,6 +1,7 @@
-"""What `LossScaleOptimizer` logs by itself, eagerly and in `fit`, and what it does at the floor."""
+"""What `LossScaleOptimizer` logs by itself, eagerly and in `fit`, and what `LossScaleLogger` costs."""
 
 import logging
+import sys
 
 import keras
 import numpy as np
@@ -74,3 +75,33 @@ def test_what_reads_the_state_of_compiled_steps_logs(make, read, caplog):
     for _ in range(2):
         getattr(optimizer, read)()
     assert _events(caplog) == [("stuck at min_scale", 30)]
+
+
+def test_the_logger_reads_nothing_per_step():
+    """It adds eight reads an epoch, however many steps that has; asked for batches, it adds two for each."""
+    model, epochs = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), 3
+    model.compile(_keras(), "mse", jit_compile=False)
+    fit = lambda callbacks, rows: model.fit(  # noqa: E731
+        np.ones((rows, 3)), np.ones(rows), batch_size=1, epochs=epochs, verbose=0, callbacks=callbacks
+    )
+    fit([], 4)  # trace first
+
+    def reads(callbacks, batches):
+        """Count how often the thread that trains turns a tensor into numbers of the host: TensorFlow's way, Keras's."""
+        count = 0
+
+        def profile(frame, event, _):
+            nonlocal count
+            count += event == "call" and frame.f_code.co_name in {"_numpy", "convert_to_numpy"}
+
+        sys.setprofile(profile)
+        try:
+            fit(callbacks, batches)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    for batches in (5, 40):
+        plain = reads([], batches)  # `fit` itself reads whether there was another batch
+        assert reads([LossScaleLogger()], batches) == plain + 8 * epochs
+        assert reads([LossScaleLogger(every_n_batches=5)], batches) == plain + epochs * (8 + 2 * (batches // 5))

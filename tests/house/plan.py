@@ -156,7 +156,7 @@ TESTS = {
         _losses: last_loss steps
         _replicas: adapters/tensorflow_fit fit
         _report _verbs: steps conformance/backends@keras
-        _logger: fit adapters/tensorflow_logger
+        _logger: fit adapters/tensorflow_watch
         __init__: steps
         *: adapters/tensorflow_keras
     """,
@@ -172,7 +172,7 @@ TESTS = {
     "lossscale_tf.keras": """
         _inner _slots _names: promises_keras keras
         _arguments: mistakes promises_keras
-        _saving: saving promises_keras
+        _saving: keras promises_keras adapters/keras_saving
         _optimizer: keras promises_keras last_loss fit
         __init__: promises_keras
         *: watch
