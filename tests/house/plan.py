@@ -57,7 +57,7 @@ PLAN = {
         __init__
     """,
     "lossscale_tf.v1": """
-        _foreign _step
+        _step
         _optimizer
         __init__
     """,
@@ -178,7 +178,7 @@ TESTS = {
         *: watch
     """,
     "lossscale_tf.v1": """
-        _foreign _step __init__: promises_v1 mistakes other_tools
+        _step __init__: promises_v1 mistakes other_tools
         _optimizer: promises_v1 mistakes saving other_tools
         *: last_loss conformance/checkpoints_across_frameworks@compat
     """,

@@ -2,8 +2,7 @@
 
 import functools
 import re
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -14,7 +13,6 @@ from lossscale_tf._documented import policy_of, require_policy_or_number, scales
 from lossscale_tf._marks import mark_gradient, origins
 from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
 from lossscale_tf._warning import warn_caller, warn_if_resumed
-from lossscale_tf.v1._foreign import are_foreign
 from lossscale_tf.v1._step import Step, merges_replicas
 
 _Optimizer: Any = tf.compat.v1.train.Optimizer
@@ -59,7 +57,7 @@ class LossScaleOptimizer(_Optimizer):
         self._optimizer = opt
         with tf.name_scope(f"{name}_loss_scale"):
             self._step = Step(policy_of(chosen))
-        self._computed: set[tuple[int, int]] = set()
+        self._warns_of_gradients = True  # until it has computed some itself
         _share_deferred_restorations(self, opt)
 
     @property
@@ -172,7 +170,7 @@ class LossScaleOptimizer(_Optimizer):
         for (leaf, _), (grad, _) in zip(unscaled, pairs, strict=True):
             if leaf is not None:
                 mark_gradient(scaled_loss, leaf, grad, "computed")
-        self._computed |= _of_this_thread(variable for _, variable in pairs)
+        self._warns_of_gradients = False
         return unscaled
 
     @tf.autograph.experimental.do_not_convert
@@ -181,7 +179,7 @@ class LossScaleOptimizer(_Optimizer):
     ) -> tf.Operation | None:
         """Apply unscaled gradients if all of them are finite on every replica, else change nothing.
 
-        A warning is issued if the gradients cannot come from `compute_gradients`.
+        A warning says once that the gradients cannot come from `compute_gradients`, if it was never called.
 
         Args:
             grads_and_vars: (gradient, variable) pairs; a gradient may be None.
@@ -206,7 +204,12 @@ class LossScaleOptimizer(_Optimizer):
         if not present:
             raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
         grads, variables = [grad for grad, _ in present], [variable for _, variable in present]
-        self._warn_of_foreign(grads, variables)
+        if self._warns_of_gradients:
+            self._warns_of_gradients = False
+            warn_caller(
+                "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
+                "call compute_gradients or minimize"
+            )
         self._create_slots_outside_of_branches(variables)
         grads, loss_scale = origins(grads)
 
@@ -215,19 +218,6 @@ class LossScaleOptimizer(_Optimizer):
 
         train_op = functools.partial(_as_train_op, name or f"{self.get_name()}_apply", _train_ops())
         return self._step.take(grads, variables, loss_scale, update, train_op)
-
-    def _warn_of_foreign(self, grads: list[Gradient], variables: list[Any]) -> None:
-        """Warn if gradients cannot come from `compute_gradients`; eagerly, they then came once for each update."""
-        is_computed = bool(self._computed)
-        if tf.executing_eagerly():
-            ids = _of_this_thread(variables)
-            is_computed = not self._computed.isdisjoint(ids)
-            self._computed -= ids
-        if not is_computed or (not tf.executing_eagerly() and are_foreign(self, grads)):
-            warn_caller(
-                "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
-                "call compute_gradients or minimize"
-            )
 
     def get_slot(self, var: Any, name: str) -> tf.Variable | None:
         """Return the wrapped optimizer's slot for `var`, or None."""
@@ -270,10 +260,6 @@ class _ScaledLoss(NamedTuple):
 # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/ops.py#L1014
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 """The names that TensorFlow accepts for a scope in a graph."""
-
-
-def _of_this_thread(variables: Iterable[Any]) -> set[tuple[int, int]]:
-    return {(threading.get_ident(), id(variable)) for variable in variables}
 
 
 def _train_ops() -> list[Any]:
