@@ -39,8 +39,7 @@ FROM_HIGH = functools.partial(DynamicScaling, init_scale=2.0**24)
 AT_CEILING = DynamicScaling(init_scale=LARGEST_SCALE, max_scale=LARGEST_SCALE, growth_interval=1)
 UNBOUNDED = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
 FALLING = DynamicScaling(init_scale=2.0**30, growth_interval=50)
-DEEPSPEEDS = FROM_HIGH(hysteresis=2, refill_on_finite=False, cooldown=1, growth_interval=50)
-MEGATRONS = dataclasses.replace(DEEPSPEEDS, cooldown=0)
+MEGATRONS = FROM_HIGH(hysteresis=2, refill_on_finite=False, growth_interval=50)
 # No scale removes the NaN of a root at zero: https://github.com/jax-ml/jax/issues/26328.
 LOOK = (
     "Look for a NaN or infinity in the inputs, the forward pass and the loss; if the loss is finite, for a division by "
@@ -51,16 +50,9 @@ DIAGNOSES = [
     (DynamicScaling(init_scale=1.0), "4F", f"not started: no step applied yet, 4 of 4 .*{LOOK}, or lower min_scale."),
     (AdditiveScaling(), "3F", r"calibrating: 3 of 3 .* comes down from 2\*\*10, now 128.*"),
     (FROM_HIGH(), "11F 150T 1F 1T", "healthy: 12 of 163 .*"),  # one overflow long after the calibration
-    (DynamicScaling(), "1T 2F 3T", "calibrating: 2 of 6 .*"),
     (DynamicScaling(), "1T 2F 4T", "healthy: 2 of 7 .*"),
-    (DynamicScaling(), "1F 1T " * 16, "skipping too often.*"),
-    (DynamicScaling(), "17F 1T", "healthy.*"),  # all the way down
-    (DynamicScaling(growth_interval=5), "5T 1F " * 20, "healthy.*"),  # by design
     (DynamicScaling(growth_interval=1), "1T 1F " * 100, "healthy.*"),  # by design
-    (FROM_HIGH(cooldown=1000), "6F 40T", "healthy.*"),
-    (DEEPSPEEDS, "7F 51T 2F 51T 2F 5T", "healthy.*"),
     (MEGATRONS, "7F 50T 2F 5T", "healthy.*"),
-    (DynamicScaling(init_scale=2.0**20, max_scale=2.0**20), "1T", "healthy.*"),
     (UNBOUNDED, "20F 300T", "skipping too often: .* has fallen to 0.0625.*"),
     (DynamicScaling(), "20000T " + "1T 1F " * 400, "skipping too often.*"),  # at the floor
     (DynamicScaling(min_scale=0.1), "40F", "stuck at min_scale.*"),  # a bound that float32 does not hold
@@ -70,24 +62,19 @@ DIAGNOSES = [
         f"stuck at min_scale: the last 40 steps in a row .* below 1. {LOOK}, or lower min_scale.",
     ),
     (UNBOUNDED, "200F", rf"stuck at min_scale: .* below 2\*\*-126. {LOOK}\."),  # it cannot be lower
-    (UNBOUNDED, "20F 1T", f"skipping too often.*{LOOK}."),
     (UNBOUNDED, "3T 1F 6T " * 50 + "3T 1F 1T", f"skipping too often.*{LOOK}."),
-    (FixedScaling(0.5), "8F", f"skipping too often.*{LOOK}."),
     (FixedScaling(8.0), "8F", "skipping too often: .* A scale of 8 is too large .* lower it, or use DynamicScaling."),
     (AT_CEILING, "1T", "pressing against max_scale: .* give the loss a larger weight."),
     # A longer growth_interval helps only a scale that has grown.
-    (DynamicScaling(), "1F 1T " * 6, "skipping too often.* Look for a diverging loss."),
     (FALLING, "5T 1F " * 20, "skipping too often.* Look for a diverging loss."),
     (DynamicScaling(hysteresis=2), "1F 1T " * 30, "skipping too often.* Look for a diverging loss."),
     (FALLING, "50T 8F " * 2, "skipping too often.* diverging loss; a longer growth_interval tries a larger scale .*"),
     # A run in bfloat16 has no scale.
     (NoScaling(), "", "not started: no step yet."),
     (NoScaling(), "1T 1F", "healthy: 1 of 2 steps skipped."),
-    (NoScaling(), "3F", f"not started: no step applied yet, 3 of 3 steps skipped. {LOOK}."),
     (NoScaling(), "200F", rf"skipping too often: the last 200 steps in a row overflowed \(200 of 200 .*\). {LOOK}."),
     # Policies of a user: by their bounds, their interval, and what an overflow costs.
     (AdditiveScaling(), "2T 1F " * 20, "skipping too often.*"),
-    (AdditiveScaling(), "5T 30F", "stuck at min_scale.*"),
     (AdditiveScaling(max_overflow_streak=3), "3F", "skipping too often: overflow_streak=3 has reached.*"),
     (BareAdditiveScaling(), "8F", f"skipping too often.*{LOOK}."),
 ]
