@@ -85,7 +85,6 @@ def _default(name, **changes):
 
 
 TORCHS = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}
-WHOLE_JSON = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "hysteresis": 2}}
 KERAS_3_11 = {  # as Keras 3.0 to 3.11 write it
     "name": "loss_scale_optimizer",
     **dict.fromkeys(("weight_decay", "clipnorm", "global_clipnorm", "clipvalue", "ema_overwrite_frequency"), None),
@@ -97,9 +96,8 @@ SAYINGS = [
     ("deepspeed", {"loss_scale": "0", "hysteresis": 2.0, "loss_scale_window": "1000"}, _default("deepspeed")),
     ("deepspeed", {"loss_scale": 0, "auto_cast": False}, _default("deepspeed")),
     ("deepspeed", {"enabled": True, "loss_scale": 128}, FixedScaling(128.0)),
-    ("deepspeed", WHOLE_JSON, _default("deepspeed")),
     ("deepspeed", {"fp16": {"hysteresis": 3}, "bf16": {}}, _default("deepspeed", hysteresis=1)),
-    ("deepspeed", {"fp16": {}, "zero_optimization": True}, _default("deepspeed")),
+    ("deepspeed", {"train_batch_size": 8, "fp16": {}, "zero_optimization": {"stage": 2}}, _default("deepspeed")),
     ("deepspeed", {"enabled": "false"}, NoScaling()),
     # as its loss scaler has it, without the ZeRO block
     (
@@ -122,10 +120,8 @@ SAYINGS = [
     ("apex", {"opt_level": "O3"}, FixedScaling(1.0)),
     ("torch", TORCHS, _wide(init_scale=8.0)),
     ("torch", {"device": "cuda", "init_scale": np.float32(65536), "enabled": True}, _default("torch")),
-    ("torch", {"enabled": False}, NoScaling()),
     ("jmp", {"loss_scale": 8.0, "counter": 3}, DynamicScaling(init_scale=8.0, max_scale=LARGEST_SCALE)),
     ("jmp", {"loss_scale": 65536.0, "min_loss_scale": 0}, _default("torch")),
-    ("keras", {"dynamic": False, "initial_scale": 8.0}, FixedScaling(8.0)),
     ("keras", {"inner_optimizer": {}, "dynamic": True, "initial_scale": None}, _default("keras")),
     ("keras3", {"dynamic": True, "name": None}, _default("keras", min_scale=SMALLEST_SCALE)),
     ("keras", {"dynamic_growth_steps": 0}, _default("keras", growth_interval=1)),
@@ -143,25 +139,17 @@ def test_what_a_config_means(name, config, policy):
 
 
 REFUSED = [
-    ("torhc", {}, "did you mean 'torch'"),
     ("torch", [], "must be a dict"),
     ("torch", {"growth_intervall": 3}, "'growth_intervall' is not a key of torch; did you mean 'growth_interval'"),
     ("torch", {"init_scale": 4.0, "scale": 8.0}, "scale and init_scale are names of one setting"),
     ("torch", {"enabled": "perhaps"}, "enabled='perhaps'"),
     ("torch", {"init_scale": [1.0, 2.0]}, r"init_scale=\[1.0, 2.0\] must be one number"),
-    ("torch", {"growth_interval": 10**400}, "growth_interval=1000.* must be a number"),
-    ("apex", {"scale_window": 0}, "scale_window=0"),
     ("deepspeed", {"loss_scale_window": 2.7}, "loss_scale_window=2.7"),
     ("deepspeed", {"min_loss_scale": 0.5}, "min_loss_scale=0.5"),
-    ("deepspeed", {"loss_scale": True}, "loss_scale=True"),
-    ("deepspeed", {"loss_scale": np.zeros(2)}, "loss_scale=ndarray of shape"),
-    ("deepspeed", {"initial_scale_power": 5000}, "initial_scale_power=5000"),
     ("deepspeed", {"initial_scale_power": -2}, "min_scale=1.0 must not exceed init_scale=0.25"),
     ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "pass one form"),
     ("deepspeed", {"train_batch_size": 8, "bf16": {"enabled": True}}, "no fp16 block"),
     ("megatron", {"min_scale": 0.0}, "min_loss_scale=0.0"),
-    ("jmp", {"loss_scale": 8.0, "min_loss_scale": None}, "min_loss_scale=None"),
-    ("paddle", {"use_dynamic_loss_scaling": False, "init_loss_scaling": -1.0}, "init_loss_scaling=-1.0"),
     ("keras", {"multiplier": 4.0}, "multiplier=4.0"),
     ("keras", {"dynamic": False}, "initial_scale"),
     ("keras", {"dynamic": False, "initial_scale": 2.0, "dynamic_growth_steps": 3}, "dynamic_growth_steps"),
@@ -214,14 +202,10 @@ def test_another_policy_continues_with_what_it_has_a_place_for():
 ITERATIONS = {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": -1}
 NO_CHECKPOINTS = [
     ("torch", {}, "has no scale, growth_tracker, and is empty"),
-    ("torch", {"scale": 8.0}, "has no growth_tracker"),
     ("torch", [8.0], "takes a dict, not "),
     ("torch", {"scale": float("inf"), "_growth_tracker": 1}, "loss_scale=inf"),
-    ("torch", {"scale": "8", "_growth_tracker": 1}, "scale='8'"),
     ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": {}}, "holds 2 scalers"),
-    ("megatron", {"grad_scaler": {}}, "has no scale"),
     ("torhc", {"scale": 8.0}, "did you mean 'torch'"),
-    ("torch", {"scale": 8.0, "_growth_tracker": 7.9}, "growth_tracker=7.9 .* must be a whole number"),
     ("torch", {"scale": 8.0, "_growth_tracker": -5}, "growth_tracker=-5 .* must be a whole number from 0"),
     ("paddle", {"scale": 8.0, "incr_count": 1, "decr_count": -1}, "decr_count=-1 .* from 0"),
     (
