@@ -4,7 +4,6 @@ import csv
 import functools
 import gc
 import itertools
-import math
 import re
 import traceback
 from pathlib import Path
@@ -139,30 +138,26 @@ LOGGERS = {
 
 
 def _logged(logger, loop):
-    """Run a loop with a logger; return the numbers that the loop handed over, and those that were written."""
-    names, seen = {}, {}
+    """Run a loop with a logger, and return the numbers that were written."""
+    names = {}
     exec(RECIPES[logger], names)
-
-    def log(step, numbers):
-        seen[step] = numbers
-        names["log"](step, numbers)
-
     close, read = LOGGERS[logger]
-    loop(log)
+    loop(names["log"])
     close(names)
-    handed = {name: {step: float(numbers[name]) for step, numbers in seen.items()} for name in NAMES}
-    written = read()
-    return handed, {name: written[name] for name in NAMES}
+    return read()
 
 
-def _require_the_policys(written, steps):
-    """Compare what was written of these steps with what the policy says of this run."""
+def _require_the_policys(written, numbers, steps):
+    """Compare what was written under these numbers with what the policy says of these steps of the run."""
+    assert [list(written[name]) for name in NAMES] == [numbers] * len(NAMES)
     share = np.cumsum(RAN.skipped) / np.arange(1, STEPS + 1)
     assert list(written["loss_scale"].values()) == list(RAN.loss_scale_used[steps])
     assert list(written["applied"].values()) == list(~RAN.skipped[steps])
     assert list(written["overflow_share"].values()) == pytest.approx(list(share[steps]))
-    norms = [norm for norm, applied in zip(written["grad_norm"].values(), ~RAN.skipped[steps], strict=True) if applied]
-    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-2)  # unscaled: the scale changes, the batch does not
+    norms = np.array(list(written["grad_norm"].values()))
+    assert list(np.isfinite(norms)) == list(~RAN.skipped[steps])
+    norms = norms[~RAN.skipped[steps]]
+    np.testing.assert_allclose(norms, norms[0], rtol=1e-2)  # unscaled: the scale changes, the batch does not
 
 
 class _Module(LightningModule):
@@ -238,17 +233,12 @@ def test_a_logger_writes_what_the_loop_saw(loop, logger):
     recipe, run = LOOPS[loop]
     lines = set()
     with reads_told(lambda: lines.update(_lines_of_the_page())):
-        handed, written = _logged(logger, run)
+        written = _logged(logger, run)
     if loop == "jax":  # Keras reads its numbers itself, and on a CPU torch waits for none
         assert lines == _marked(recipe, logger)
     first = 10 if loop == "keras" else 0  # its recipe counts from 1
     steps = list(range(first, first + STEPS, 10))
-    for name in NAMES:
-        assert list(written[name]) == steps
-    _require_the_policys(written, [step - bool(first) for step in steps])
-    for step, norm in handed["grad_norm"].items():
-        assert math.isfinite(norm) == bool(handed["applied"][step])
-        assert written["grad_norm"][step] == pytest.approx(norm, nan_ok=True, rel=1e-6)
+    _require_the_policys(written, steps, [step - bool(first) for step in steps])
 
 
 def test_lightning_logs_what_the_scaler_did():
@@ -265,7 +255,4 @@ def test_lightning_logs_what_the_scaler_did():
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(list(_batches()), batch_size=None))
     written = _read_events()
-    for name in NAMES:
-        assert list(written[name]) == [9, 19, 29, 39]
-    _require_the_policys(written, [9, 19, 29, 39])
-    assert not math.isfinite(written["grad_norm"][19])
+    _require_the_policys(written, [9, 19, 29, 39], [9, 19, 29, 39])
