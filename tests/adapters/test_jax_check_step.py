@@ -245,23 +245,6 @@ def test_a_step_over_modules_may_return_something():
             check_train_step(returning(result), _modules(), SAMPLES)
 
 
-def test_a_module_and_an_optimizer_state_are_checked():
-    """The step changes the module in place and returns the optimizer state, an ordinary pytree."""
-    optimizer = loss_scaled(optax.sgd(0.1), POLICY)
-
-    @nnx.jit
-    def step(training, batch):
-        network, opt_state = training
-        grads = _network_grads(network, get_scale_state(opt_state), batch)
-        updates, opt_state = optimizer.update(grads, opt_state, nnx.state(network, nnx.Param))
-        nnx.update(network, optax.apply_updates(nnx.state(network, nnx.Param), updates))
-        return network, opt_state
-
-    network, _ = _modules()
-    with pytest.raises(AssertionError, match=r"\[0\]\.bn\.mean changed, .*\.var changed; .*; select it"):
-        check_train_step(step, (network, optimizer.init(nnx.state(network, nnx.Param))), SAMPLES)
-
-
 def test_split_modules_are_checked():
     """What `nnx.split` and `nnx.to_pure_dict` return is named alike, but for the brackets of dicts."""
     graph, _ = nnx.split(_modules())

@@ -184,7 +184,7 @@ def test_the_question_does_not_grow_with_the_model(made):
     "inner", [optax.adam(0.1, eps=1e-4), optax.sgd(0.1), optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())]
 )
 def test_optimizers_that_keep_float16_finite(inner):
-    """They are accepted, and so is one that cannot be asked because it needs the loss."""
+    """They are accepted, and so is one that cannot be asked because it needs the loss, which reaches this one alone."""
     optimizer = loss_scaled(inner, POLICY, keep_dtypes=True)
     grads = {"weight": jnp.zeros(3, jnp.float16)}
     params, _ = optimizer.apply_gradients(grads, optimizer.init(HALVES), HALVES, value=jnp.float32(1.0))

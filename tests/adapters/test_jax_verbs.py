@@ -11,18 +11,6 @@ from lossscale_core import FixedScaling
 from lossscale_jax import all_finite, init_state, loss_scaled, overflow_report, scale, select, unscale, value_and_grad
 from tests.jax_names import enable_x64
 
-
-def _loss(params, inputs):
-    return jnp.sum((inputs @ params["w"] + params["b"]) ** 2)
-
-
-def _params(dtype=jnp.float32):
-    return {"w": jnp.arange(3, dtype=dtype), "b": jnp.ones((), dtype)}
-
-
-INPUTS = jnp.arange(6.0).reshape(2, 3) / 4
-
-
 FLOAT8 = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3b11fnuz, jnp.float8_e3m4, jnp.float8_e8m0fnu]
 
 
@@ -84,28 +72,20 @@ def test_init_state_is_placed():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
-def test_value_and_grad(wrap):
-    """Loss and gradients are those of `jax.value_and_grad`, whatever the scale."""
-    expected = jax.value_and_grad(_loss)(_params(), INPUTS)
-    out = value_and_grad(wrap(_loss))(init_state(2.0**12), _params(), INPUTS)
-    assert out.value == expected[0]
-    assert out.aux is None
+@pytest.mark.parametrize("options", [{}, {"argnums": (0, 1), "has_aux": True}], ids=["plain", "options"])
+def test_value_and_grad(options, wrap):
+    """Loss, `aux` and gradients are those of `jax.value_and_grad`, whatever the scale, with its options, too."""
+
+    def loss(params, inputs, *, factor):
+        value = jnp.sum((inputs @ params["w"] + params["b"]) ** 2) * factor
+        return (value, {"inputs": inputs}) if options else value
+
+    arguments = {"w": jnp.arange(3.0), "b": jnp.ones(())}, jnp.arange(6.0).reshape(2, 3) / 4
+    expected = jax.value_and_grad(loss, **options)(*arguments, factor=2.0)
+    out = value_and_grad(wrap(loss), **options)(init_state(2.0**12), *arguments, factor=2.0)
+    found = (out.value, out.aux) if out.aux else out.value
+    jax.tree.map(np.testing.assert_array_equal, (found, out.grads), expected)
     assert out.grads_finite
-    jax.tree.map(np.testing.assert_array_equal, out.grads, expected[1])
-
-
-def test_value_and_grad_takes_what_jaxs_takes():
-    """`argnums`, `has_aux` and keyword arguments."""
-
-    def loss(a, b, *, factor):
-        return jnp.sum(a * b) * factor, {"a": a}
-
-    out = jax.jit(value_and_grad(loss, argnums=(0, 1), has_aux=True))(
-        init_state("dynamic"), jnp.ones(2), jnp.full(2, 3.0), factor=2.0
-    )
-    assert out.value == 12.0
-    assert out.aux["a"].tolist() == [1.0, 1.0]
-    assert [grad.tolist() for grad in out.grads] == [[6.0, 6.0], [2.0, 2.0]]
 
 
 def test_overflow_report():
