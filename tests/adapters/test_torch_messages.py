@@ -11,7 +11,7 @@ from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
 from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, PolicyError
 from lossscale_torch import GradScaler, guarded, init_state, overflow_report, scale
 from lossscale_torch.hooks import Hook
-from tests.adapters.torch_steps import ready
+from tests.adapters.torch_steps import Legacy, ready
 
 INF, NAN = float("inf"), float("nan")
 TORCHS = torch.amp.GradScaler("cpu").state_dict()
@@ -63,11 +63,7 @@ AS_TORCH = {
     "no loss to update": (lambda make, o: make("cpu").update(), AssertionError, "update but _scale is None."),
     "no step to update": (lambda make, o: ready(make).update(), AssertionError, "No inf checks were recorded"),
     "unscaled late": (_unscaled_late, RuntimeError, "unscale_() is being called after step()."),
-    "a closure": (
-        lambda make, o: ready(make).step(o, closure=print),
-        RuntimeError,
-        "Closure use is not currently",
-    ),
+    "a closure": (lambda make, o: ready(make).step(o, closure=print), RuntimeError, "Closure use is not currently"),
     "a number as loss": (lambda make, o: make("cpu").scale(5), ValueError, "outputs must be a Tensor or an iterable"),
     "a late backward pass": (_backward_late, RuntimeError, "modified by an inplace operation"),
     "an empty state": (lambda make, o: make("cpu").load_state_dict({}), RuntimeError, "source state dict is empty"),
@@ -88,8 +84,16 @@ def test_errors_that_are_torchs(make, program, error, words):
     assert _said(str(caught.value), words)
 
 
-def _settings(words, *args, **settings):
-    return lambda: GradScaler("cpu", *args, **settings), PolicyError, words
+def _settings(words, *args, error=PolicyError, **settings):
+    return lambda: GradScaler("cpu", *args, **settings), error, words
+
+
+def _unknown(words, **settings):
+    return _settings(words, error=TypeError, **settings)
+
+
+def _device(error, words, value):
+    return lambda: GradScaler(value), error, words
 
 
 def _loss(words, outputs):
@@ -106,11 +110,8 @@ def _max_norm(value):
 
 
 def _norm_type(value):
-    return (
-        lambda: OFF_SCALER.unscale_and_clip_(_sgd(), 0.5, value),
-        PolicyError,
-        "norm_type= ... must be above 0; pass 2.0",
-    )
+    words = "norm_type= ... must be above 0; pass 2.0"
+    return lambda: OFF_SCALER.unscale_and_clip_(_sgd(), 0.5, value), PolicyError, words
 
 
 def _new_scale(value):
@@ -154,14 +155,8 @@ def _too_few_updates():
     scaler.step(optimizer)
 
 
-def _without_updates():
-    for _ in GradScaler("cpu", updates_per_step=2).attempts():
-        pass
-
-
-def _hooks_of(hooks):
-    words = "hooks= was given ... it takes objects of lossscale_torch.hooks.Hook; derive a class from it"
-    return lambda: GradScaler("cpu", hooks=hooks), TypeError, words
+def _attempts(error, words, *modules, **settings):
+    return lambda: GradScaler("cpu").attempts(*modules, **settings), error, words
 
 
 def _interval(value):
@@ -180,6 +175,9 @@ BOTH = (
 )
 A_POLICYS = "min_scale is a setting of a policy; write GradScaler(..., policy=DynamicScaling(min_scale=1.0))"
 TOOLS_NAME = "'scale_window' is called growth_interval in GradScaler; write growth_interval=100"
+A_GROUP = "process_group=True is not a process group; pass torch.distributed.group.WORLD"
+A_HOOK = "hooks= was given ... it takes objects of lossscale_torch.hooks.Hook; derive a class from it"
+A_MODULE = "given str; it takes modules: scaler.attempts(model)"
 NO_INTERVAL = "NoScaling() has no growth_interval; make the scaler with another policy"
 ERRORS = {
     "a scale of NaN": _settings("init_scale=nan must be a number from 2**-126 to 2**126, where ... ; pass", NAN),
@@ -194,33 +192,21 @@ ERRORS = {
     "a policy and a scale": _settings(BOTH, 1024.0, 4.0, policy="none"),
     "a bad factor set": (lambda: GradScaler("cpu").set_growth_factor(0.5), PolicyError, "growth_factor=0.5 must be"),
     "no interval": (lambda: GradScaler("cpu", policy="none").set_growth_interval(3), PolicyError, NO_INTERVAL),
-    "a policy's setting": (lambda: GradScaler("cpu", min_scale=1.0), TypeError, A_POLICYS),
-    "misspelt": (lambda: GradScaler("cpu", grow_interval=3), TypeError, "did you mean 'growth_interval'"),
-    "a tool's name": (lambda: GradScaler("cpu", scale_window=100), TypeError, TOOLS_NAME),
-    "a tool's name for guarded": (
-        lambda: guarded(_sgd(), clip_norm=1.0),
-        TypeError,
-        "called max_norm in guarded; write",
-    ),
-    "a scale as device": (lambda: GradScaler(2.0**16), TypeError, "write GradScaler('cuda', init_scale=65536.0)"),
-    "a policy as device": (lambda: GradScaler({"kind": "none"}), TypeError, "must name a device type ... policy="),
-    "an unknown device": (lambda: GradScaler("gpu"), ValueError, "device='gpu' is not a device ... pass 'cuda'"),
-    "protect a name": (lambda: GradScaler("cpu", protect=["m"]), TypeError, "takes modules, and 'm' is not one; pass"),
-    "a function as hook": _hooks_of([print]),
-    "a hook's class": _hooks_of([Hook]),
-    "a group of True": (
-        lambda: GradScaler("cpu", process_group=True),
-        TypeError,
-        "process_group=True is not a process group; pass torch.distributed.group.WORLD",
-    ),
+    "a policy's setting": _unknown(A_POLICYS, min_scale=1.0),
+    "misspelt": _unknown("did you mean 'growth_interval'", grow_interval=3),
+    "a tool's name": _unknown(TOOLS_NAME, scale_window=100),
+    "a tool's name for guarded": (lambda: guarded(_sgd(), clip_norm=1.0), TypeError, "called max_norm in guarded"),
+    "a scale as device": _device(TypeError, "write GradScaler('cuda', init_scale=65536.0)", 2.0**16),
+    "a policy as device": _device(TypeError, "must name a device type ... policy=", {"kind": "none"}),
+    "an unknown device": _device(ValueError, "device='gpu' is not a device ... pass 'cuda'", "gpu"),
+    "protect a name": _unknown("takes modules, and 'm' is not one; pass", protect=["m"]),
+    "a function as hook": _unknown(A_HOOK, hooks=[print]),
+    "a hook's class": _unknown(A_HOOK, hooks=[Hook]),
+    "a group of True": _unknown(A_GROUP, process_group=True),
     "a loss of a number": _loss("3", 3),
     "no loss": _loss("None", None),
     "a loss of text": _loss("'loss'", "loss"),
-    "the verb's loss of text": (
-        lambda: scale("loss", init_state("dynamic")),
-        TypeError,
-        "'loss' is not a number",
-    ),
+    "the verb's loss of text": (lambda: scale("loss", init_state("dynamic")), TypeError, "'loss' is not a number"),
     "a number among losses": _loss("3", [torch.ones(()), 3]),
     "a module stepped": _not_optimizer(lambda: ready().step(LINEAR), "Linear"),
     "parameters clipped": _not_optimizer(lambda: ready().unscale_and_clip_(LINEAR.parameters(), 1.0), "generator"),
@@ -232,17 +218,8 @@ ERRORS = {
     "a CSR gradient": (lambda: ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
     "stepped after skip": (_stepped_after_skip, RuntimeError, "step() has already been called"),
     "too few updates": (_too_few_updates, CallOrderError, "Of updates_per_step=2 calls ... end_of_step=True"),
-    "retries below 0": (lambda: GradScaler("cpu").attempts(retries=-1), PolicyError, "retries=-1"),
-    "a body without its updates": (
-        _without_updates,
-        CallOrderError,
-        "ended 0 steps by update(), of updates_per_step=2 calls",
-    ),
-    "attempts of a name": (
-        lambda: GradScaler("cpu").attempts("model"),
-        TypeError,
-        "given str; it takes modules: scaler.attempts(model)",
-    ),
+    "retries below 0": _attempts(PolicyError, "retries=-1", retries=-1),
+    "attempts of a name": _attempts(TypeError, A_MODULE, "model"),
     "a guard without gradients": (lambda: ready(guard=SpikeGuard()).update(), AssertionError, "No inf checks were"),
     **{f"a new scale of {value}": _new_scale(value) for value in (0.0, -1.0, NAN, "8", True, ONES)},
     "a new scale with a graph": _new_scale(torch.ones(1, requires_grad=True)),
@@ -271,16 +248,6 @@ def test_errors(program, error, words):
     assert error is not PolicyError or caught.value.__cause__ is caught.value.__context__ is None
 
 
-class _Old(torch.optim.SGD):
-    """An optimizer of torch's older contract."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler=None):
-        """Do nothing."""
-        grad_scaler.unscale_(self)
-
-
 def _stepped():
     """Return an optimizer that has taken a step, and has gradients."""
     optimizer = _sgd(momentum=0.9)
@@ -300,6 +267,8 @@ def _after_a_step():
 NO_CUDA = "CUDA is not available.  Disabling."
 OFF = f"{NO_CUDA}  This turns policy=, protect= off, too; pass the device that computes, as in GradScaler('cpu')"
 NO_LOSS = "no loss was scaled since the last update() ... pass each loss through scaler.scale ... updates_per_step=2"
+BOUNDED = DynamicScaling(max_scale=2.0**20)
+BEYOND = "new_scale=1e+30 is beyond the bounds of the policy, and becomes 2**20"
 NEW = "starts over with a loss scale of 2**16; make one scaler for all steps, before the loop, and ... load_state_dict"
 WARNINGS = {
     "no CUDA": (lambda: GradScaler(), UserWarning, NO_CUDA),
@@ -309,13 +278,9 @@ WARNINGS = {
     "no scaled loss": (lambda: _after_a_step().step(_sgd()), UserWarning, NO_LOSS),
     "no scaled loss, unscaled": (lambda: _after_a_step().unscale_(_sgd()), UserWarning, NO_LOSS),
     "no scaled loss, clipped": (lambda: _after_a_step().unscale_and_clip_(_sgd(), 1.0), UserWarning, NO_LOSS),
-    "a new scale beyond the bounds": (
-        lambda: ready(policy=DynamicScaling(max_scale=2.0**20)).update(1e30),
-        UserWarning,
-        "new_scale=1e+30 is beyond the bounds of the policy, and becomes 2**20",
-    ),
+    "a new scale beyond the bounds": (lambda: ready(policy=BOUNDED).update(1e30), UserWarning, BEYOND),
     "a scaler for each step": (lambda: ready().step(_stepped()), CheckpointWarning, NEW),
-    "an old optimizer": (lambda: ready().step(_Old([ONES])), FutureWarning, "stop passing itself as a keyword"),
+    "an old optimizer": (lambda: ready().step(Legacy([ONES])), FutureWarning, "stop passing itself as a keyword"),
 }
 
 
@@ -340,24 +305,15 @@ def _deepspeed():
     return {"cur_scale": 4096.0, "cur_iter": 3, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
 
 
+LACKS = "model, optimizer, scaler, which is not the saved state ... it lacks scale, ... ; pass its part 'scaler'"
+OURS = "pass what scaler.state_dict() returned"
+TOOLS = "such as deepspeed or apex, state_to_dict(lossscale.state_from_tool("
 NOT_OURS = {
-    "a whole checkpoint": (
-        lambda: {"model": {}, "optimizer": _sgd().state_dict(), "scaler": TORCHS},
-        "model, optimizer, scaler, which is not the saved state ... it lacks scale, ... ; pass its part 'scaler'",
-    ),
-    "an optimizer's": (
-        lambda: _sgd().state_dict(),
-        "state, param_groups ... pass what scaler.state_dict() returned",
-    ),
-    "a model's": (
-        lambda: torch.nn.Linear(1, 1).state_dict(),
-        "weight, bias ... pass what scaler.state_dict() returned",
-    ),
-    "apex'": (_apex, "such as deepspeed or apex, state_to_dict(lossscale.state_from_tool("),
-    "DeepSpeed's": (
-        _deepspeed,
-        "such as deepspeed or apex, state_to_dict(lossscale.state_from_tool('deepspeed', saved))",
-    ),
+    "a whole checkpoint": (lambda: {"model": {}, "optimizer": _sgd().state_dict(), "scaler": TORCHS}, LACKS),
+    "an optimizer's": (lambda: _sgd().state_dict(), f"state, param_groups ... {OURS}"),
+    "a model's": (lambda: torch.nn.Linear(1, 1).state_dict(), f"weight, bias ... {OURS}"),
+    "apex'": (_apex, TOOLS),
+    "DeepSpeed's": (_deepspeed, f"{TOOLS}'deepspeed', saved))"),
 }
 
 
