@@ -18,6 +18,7 @@ from lossscale_core.testing import simulate
 from tests.command.sessions import replay, sections
 
 RUN = ("-m", "lossscale", "run")
+ROOT = str(Path(__file__).parents[2])
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 TORCHRUN = (
     *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"),
@@ -145,16 +146,18 @@ def test_a_program_ends_as_it_does_without_us(run, tmp_path, how, options):
     assert is_cut or "torchrun ... -m lossscale run" in added[0]
 
 
-@pytest.mark.parametrize("name", ["package.module", "package"])
-def test_a_module_runs_as_it_does_without_us(run, tmp_path, name):
-    """Its arguments, its spec and the path are those of `python -m`."""
+@pytest.mark.parametrize(("name", "status"), [("package.module", 4), ("package", 4), ("broken.module", 1)])
+def test_a_module_runs_as_it_does_without_us(run, tmp_path, name, status):
+    """Its arguments, its spec and the path are those of `python -m`; so is the error of a package that lacks one."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("import sys; print(sys.argv)")
     text = "import sys; print(sys.argv, __name__, __file__, __package__, __spec__.name, sys.path[0]); sys.exit(4)"
     for module in ("module", "__main__"):
         (tmp_path / f"package/{module}.py").write_text(text)
+    (tmp_path / "broken.py").write_text("import absent")
     expected, done = _python(tmp_path, "-m", name, "-x", "1"), run(tmp_path, "-m", name, "-x", "1")
-    assert (done.returncode, done.stdout) == (4, expected.stdout)
+    assert (done.returncode, done.stdout) == (status, expected.stdout)
+    assert (status == 1) == ("No module named 'absent'" in done.stderr)
 
 
 @pytest.mark.parametrize(("options", "lines"), [((), 2), (("--trace", "ours.csv"), 1)])
@@ -177,15 +180,6 @@ def test_a_program_that_is_not_there_is_named(run, tmp_path, program):
     assert done.returncode == 2
     assert f"lossscale: {' '.join(program)} is not a" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_package_that_lacks_another_one_ends_as_it_does_without_us(run, tmp_path):
-    """Python's own error names the package that is missing."""
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/__init__.py").write_text("import absent")
-    for start in (_python, run):
-        done = start(tmp_path, "-m", "package.module")
-        assert (done.returncode, "No module named 'absent'" in done.stderr) == (1, True)
 
 
 NAMES = """
@@ -261,23 +255,6 @@ def test_a_script_that_uses_this_library_is_traced(run, tmp_path, options, clip)
     assert "lossscale: healthy: 2 of 8 steps skipped" in done.stderr
 
 
-HALF = """
-    import lossscale_torch
-
-    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
-    scaler = lossscale_torch.GradScaler("cpu", init_scale=1.0, half_gradients=True)
-    scaler.scale(param.sum() * 60000.0).backward()
-    scaler.step(torch.optim.SGD([param], lr=0.0))
-    scaler.update()
-"""
-
-
-def test_a_norm_beyond_float16_is_traced(run, tmp_path):
-    """Twice the largest of four gradients that float16 holds."""
-    _, (row,) = _traced(run, tmp_path, HALF)
-    assert (float(row["norm"]), float(row["gradient_max"])) == (120000.0, 60000.0)
-
-
 @pytest.mark.parametrize("options", ["fused=True", ""])
 def test_results_are_those_of_the_script_alone(run, tmp_path, options):
     """The weights are the same to the last bit; the gradients of a fused optimizer are measured, too."""
@@ -292,8 +269,8 @@ def test_results_are_those_of_the_script_alone(run, tmp_path, options):
     assert float(rows[0]["gradient_max"]) > 0.01
 
 
-ON_DEVICE = """
-    sys.path.append(ROOT)
+ON_DEVICE = f"""
+    sys.path.append({ROOT!r})
     from tests.adapters.emulated_device import Emulated
 
     def main():  # whose locals die before the exit
@@ -315,7 +292,7 @@ ON_DEVICE = """
 
 def test_rows_of_a_device_are_written_a_hundred_at_a_time(run, tmp_path):
     """So that a step waits for nothing; the gradients of the fused optimizer are divided by the scale of the row."""
-    done, rows = _traced(run, tmp_path, ON_DEVICE.replace("ROOT", repr(str(Path(__file__).parents[2]))))
+    done, rows = _traced(run, tmp_path, ON_DEVICE)
     assert done.stdout == "101\n"
     assert len(rows) == 104
     _require_simulated(rows[:8])
@@ -325,7 +302,9 @@ def test_rows_of_a_device_are_written_a_hundred_at_a_time(run, tmp_path):
         )
 
 
-ABANDONED = """
+SIZES = """
+    import lossscale_torch
+
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
     for size in (64.0, 1.0):
@@ -338,14 +317,25 @@ ABANDONED = """
             scaler.step(optimizer)
             scaler.update()
     scaler.step(optimizer)
+
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    scaler = lossscale_torch.GradScaler("cpu", init_scale=1.0, half_gradients=True)
+    scaler.scale(param.sum() * 60000.0).backward()
+    scaler.step(torch.optim.SGD([param], lr=0.0))
+    scaler.update()
 """
 
 
-def test_a_step_that_is_left_is_not_measured_into_the_next(run, tmp_path):
-    """The row has the gradients of the step that ended; one without a loss is told at its line of the script."""
-    done, rows = _traced(run, tmp_path, ABANDONED)
-    assert [row["gradient_max"] for row in rows] == ["1.0"]
-    assert f"train.py:{len((COMMON + ABANDONED).splitlines())}: UserWarning: no loss was scaled" in done.stderr
+def test_what_is_measured(run, tmp_path):
+    """Not the gradients of a step that is left; and a norm beyond float16, twice the largest of four gradients.
+
+    A step without a loss is told at its line of the script.
+    """
+    done, rows = _traced(run, tmp_path, SIZES)
+    assert [(row["gradient_max"], row["norm"]) for row in rows[1:]] == [("60000.0", "120000.0")]
+    assert rows[0]["gradient_max"] == "1.0"
+    line = len((COMMON + SIZES.partition("    scaler.step(optimizer)\n\n")[0]).splitlines()) + 1
+    assert f"train.py:{line}: UserWarning: no loss was scaled" in done.stderr
 
 
 RESUMED = """
@@ -366,33 +356,17 @@ def test_a_resumed_run_continues_its_trace(run, tmp_path):
     _require_simulated(rows)
 
 
-LIGHTNING = """
+LIGHTNING = f"""
     import warnings
     warnings.simplefilter("ignore")
-    from lightning.pytorch import LightningModule, Trainer
+    sys.path.append({ROOT!r})
+    from lightning.pytorch import Trainer
     from lightning.pytorch.plugins import MixedPrecision
+    from tests.adapters import test_torch_recipes as recipes
 
-    class Module(LightningModule):
-        steps = 0
-
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch, index):
-            return self.layer(batch).square().mean()
-
-        def on_after_backward(self):
-            spoil(self.layer.weight, self.steps)
-            self.steps += 1
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    Trainer(
-        accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu")], logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, max_epochs=1, gradient_clip_val=1.0,
-    ).fit(Module(), torch.utils.data.DataLoader([torch.randn(8, 4) for _ in range(8)], batch_size=None))
+    options = recipes._options(".", accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu")])
+    data = torch.utils.data.DataLoader(recipes._data(), batch_size=None)
+    Trainer(**options, gradient_clip_val=1.0).fit(recipes._Lightning(bad={{2, 5}}), data)
 """
 ACCELERATE = """
     from accelerate import Accelerator
@@ -423,17 +397,9 @@ def test_a_trainer_is_traced(run, tmp_path, name):
 
 
 DDP = """
-    import torch.distributed as dist
-    import torch.multiprocessing as mp
-
-    def work(rank, *arguments):
-        if not arguments:
-            dist.init_process_group("gloo")
-            torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-        train(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3))
-
-    if __name__ == "__main__":
-        work(0) if "RANK" in os.environ else mp.spawn(work, (None,), nprocs=1)
+    torch.distributed.init_process_group("gloo")
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    train(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3))
 """
 
 
@@ -444,13 +410,6 @@ def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
     for rank in range(2):
         _require_simulated(_rows(tmp_path / f"scale.rank{rank}.csv"))
         assert f"lossscale: rank {rank}: healthy: 2 of 8" in done.stderr or "lossscale: healthy: 2 of 8" in done.stderr
-
-
-def test_processes_that_a_script_starts_are_not_recorded(tmp_path):
-    """They run as without the command, which says so."""
-    done, rows = _traced(_launched(), tmp_path, DDP)
-    assert not rows
-    assert "no scaler was updated in this process" in done.stderr
 
 
 def test_a_forked_process_writes_its_own_rows(run, tmp_path, monkeypatch):
