@@ -1,4 +1,4 @@
-"""Eight devices on one CPU for JAX, set before any test imports it; and one thread for torch."""
+"""Eight devices on one CPU for JAX, set before any test imports it; for torch one thread, and a group of one rank."""
 
 import os
 
@@ -16,3 +16,13 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """Run in a process group of one rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

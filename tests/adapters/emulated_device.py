@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -44,8 +43,6 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the values, as the device would."""
-        if sharded := [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]:
-            return operation(*_replicated(args, sharded[0].device_mesh), **kwargs or {})
         kwargs = dict(kwargs or {})
         (device,) = {each.its_device for each in _tensors((args, kwargs))}
         if operation is torch.ops.prim.device.default:
@@ -103,7 +100,7 @@ class Emulated(TorchFunctionMode):
         if function in (torch.Tensor.to, torch.as_tensor) and isinstance(args[0], torch.Tensor):
             if not any(self._is_meant(each) for each in (*args[1:], *kwargs.values())):
                 return function(*args, **kwargs)
-            if isinstance(args[0], OnDevice | DTensor):
+            if isinstance(args[0], OnDevice):
                 return args[0]
             Emulated.calls.append(function)
             return OnDevice(args[0].detach().clone(), self.device)
@@ -121,11 +118,6 @@ def _copy(tensor: OnDevice, kwargs: dict[str, Any]) -> torch.Tensor:
     _require_waited(waits)
     Emulated.reads += 1
     return values
-
-
-def _replicated(tree: Any, mesh: Any) -> Any:
-    """Return numbers next to sharded tensors as DTensor itself takes them, if they are of no class of their own."""
-    return tree_map_only(OnDevice, lambda each: DTensor.from_local(each, mesh, [Replicate()] * mesh.ndim), tree)
 
 
 def _require_waited(waits: bool) -> None:

@@ -1,21 +1,15 @@
 """Every public call on a device that lacks float64 and CUDA's own kernels; and the same numbers as on the host."""
 
 import contextlib
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler, all_finite, init_state, overflow_report, scale, select, unscale
 from tests.adapters.emulated_device import Emulated, OnDevice
-from tests.adapters.test_torch_distributed import _on_ranks
-from tests.torch_versions import TORCH
 
 INF = float("inf")
 GRADS = [1.0, 2.0, INF, 1.0, 1e18, 1.0, 50.0, 1.0, float("nan"), 2.0]
@@ -103,57 +97,6 @@ def test_a_norm_of_gradients_on_a_device_without_float64_and_on_the_host(dtype, 
             assert norm.isfinite() or on_host != 3.0
             exact = 4.0 if order == INF else (3.0**order + 4.0**order) ** (1.0 / order)
             assert norm.item() == pytest.approx(exact) or on_host != 3.0
-
-
-def _clip_shards(rank: int, device: str, kind: str, init_scale: float) -> tuple[Any, ...]:
-    """Take steps with half of a parameter; return the outcomes, norms, weights, and counts of collectives and reads.
-
-    Its gradients are given: a backward pass, and with it `fully_shard`, ends the process, since autograd asks torch for
-    the device itself: "PyTorch is not linked with support for xpu devices".
-    """
-    mesh = init_device_mesh(device, (2,))
-
-    def shard(value: float) -> DTensor:
-        return DTensor.from_local(torch.full((2, 3), value, device=device), mesh, [Shard(0)])
-
-    param = torch.nn.Parameter(shard(1.0))
-    optimizer = OPTIMIZERS[kind]([param])
-    scaler = GradScaler(device, init_scale=init_scale, growth_interval=2)
-    applied, norms, calls, reads = [], [], set(), set()
-    for size in (1.0, INF, 1e18, 2.0, float("nan"), 1.0):
-        scaler.scale(torch.ones((), device=device))
-        spoilt = size if math.isfinite(size) or rank == 1 else 1.0  # one rank's overflow skips on both
-        param.grad = shard((1.0 + rank) * spoilt * scaler.get_scale())
-        before = Emulated.reads
-        with CommDebugMode() as collectives:
-            norm = scaler.unscale_and_clip_(optimizer, 1.0)
-            scaler.step(optimizer)
-        reads.add(Emulated.reads - before)
-        norms.append(norm.item())
-        calls.add(collectives.get_total_counts())
-        applied.append(bool(scaler.update().applied))
-    return applied, norms, param.detach().to_local().cpu().flatten().tolist(), calls, reads
-
-
-def _compare_shards(rank: int, world_size: int) -> None:
-    # What asks the driver of a GPU, in this process alone: without one a scaler for "cuda" is disabled.
-    torch.cuda.amp.common.amp_definitely_not_available = torch.cuda.is_current_stream_capturing = bool
-    places = [("cuda", {1}, 4.0), ("cuda", {1}, 2.0**-70), ("xpu", {1}, 4.0)]
-    for (device, calls, init_scale), kind in itertools.product(places, ["sgd", "fused adamw"]):
-        expected = _clip_shards(rank, "cpu", kind, init_scale)
-        assert (expected[0], expected[3]) == ([True, False, True, True, False, True], {1})
-        with Emulated(device):
-            found = _clip_shards(rank, device, kind, init_scale)
-        assert (found[0], found[3]) == (expected[0], calls), (device, kind, found)
-        assert found[4] == {int(kind == "sgd")}  # a fused step waits for nothing
-        for place in (1, 2):
-            assert found[place] == pytest.approx(expected[place], rel=1e-5, nan_ok=True)
-
-
-@pytest.mark.skipif(TORCH == (2, 10), reason="a mesh of torch 2.10 needs the GPUs themselves")
-def test_sharded_clipping_is_that_of_the_host():
-    """In one collective, also where float64 is missing; the host reads once, and never for a fused optimizer."""
-    _on_ranks(2, _compare_shards)
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])

@@ -44,14 +44,6 @@ def test_no_example_is_left_out():
     assert {path.stem for path in EXAMPLES.glob("torch_*.py")} == PROGRAMS
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*EXAMPLES.glob("torch_*.py"), *EXAMPLES.glob("keras_*.py")]), ids=lambda path: path.stem
-)
-def test_an_example_fits_a_screen(path):
-    """It has 80 lines or fewer."""
-    assert len(path.read_text().splitlines()) <= 80
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_the_plain_loop_learns_and_resumes(tmp_path, capsys):
     """A run that was stopped and started again is bit for bit one that was not; its log has each step's scale."""

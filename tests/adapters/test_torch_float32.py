@@ -70,11 +70,11 @@ def test_a_plan_makes_training_work(name):
 
 
 class Block(nn.Module):
-    """A residual block; it may add in place to a copy of its input in a given dtype."""
+    """A residual block; it may add in place to a copy of its input in a given dtype, or have another norm."""
 
-    def __init__(self, gain, dtype):
+    def __init__(self, gain, dtype=None, norm=None):
         super().__init__()
-        self.norm, self.linear, self.gain, self.dtype = nn.LayerNorm(4), nn.Linear(4, 4), gain, dtype
+        self.norm, self.linear, self.gain, self.dtype = norm or nn.LayerNorm(4), nn.Linear(4, 4), gain, dtype
 
     def forward(self, x):
         y = self.gain * self.linear(self.norm(x))
@@ -84,10 +84,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks between two linear layers; a gain of 1e6 makes a block overflow."""
 
-    def __init__(self, *gains, dtype=None):
+    def __init__(self, *gains, **options):
         super().__init__()
         self.first, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)
-        self.blocks = nn.ModuleList(Block(gain, dtype) for gain in gains)
+        self.blocks = nn.ModuleList(Block(gain, **options) for gain in gains)
 
     def forward(self, x):
         x = self.first(x)
@@ -112,14 +112,6 @@ def _loss_fn(model, x, weight=1.0, dtype=torch.float32, autocast=True):
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def process_group():
-    """Run in a process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def _in_units(model, dtype=torch.float32):
     """Shard a model for float16; two units have their parameters in `dtype`, and what follows gets float16 again."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
@@ -140,7 +132,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("is_kept_first", [True, False])
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_a_module_is_kept_in_every_wrapper(kind, is_kept_first):
@@ -223,7 +215,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_kept_is_refused(name):
     """The message says what to do; under FSDP2 it shows the line."""
@@ -256,8 +248,10 @@ def _layers(*layers, gain=1.0):
 
 
 LOUD = 1.0, 1e6
+MANY = nn.Sequential(*(nn.Identity() for _ in range(20)))
 PLANS = {
     "nothing": (lambda: _net(1.0), {}, [], "before: backward overflows above"),
+    "part behind others": (lambda: _net(1e6, norm=MANY), {}, ["blocks.0.linear"], "(aten.mul)"),
     "several": (lambda: _net(1e6, 1.0, 1e6), {}, ["blocks.0.linear", "blocks.2.linear"], "(or blocks.*.linear)\n"),
     "half buffer": (lambda: _net(*LOUD, dtype=lambda x: x.dtype), {}, ["blocks.1"], "forward overflows in blocks.1"),
     # The experts add float16 to a buffer, which becomes float32 when the layer before them is kept.

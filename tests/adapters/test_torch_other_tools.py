@@ -14,7 +14,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import lossscale_torch
 from lossscale import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale_core.errors import PolicyError
 from tests.adapters.torch_steps import INF, one, take_step
 from tests.command.commanding import run, succeed
 from tests.strategies import overflow_traces
@@ -49,39 +48,13 @@ def test_the_drop_in_and_from_tool_read_torchs_arguments_alike(arguments):
     assert again.policy.growth_interval == policy.growth_interval
 
 
-REFUSED = [
-    *({"backoff_factor": factor} for factor in (0.0, -0.5)),
-    *({"init_scale": scale} for scale in (0.0, -1.0, float("nan"))),
-    {"growth_interval": float("nan")},
-    {"growth_interval": "many"},
-]
-
-
-@pytest.mark.parametrize("arguments", REFUSED, ids=str)
-def test_what_torch_takes_and_no_policy_can_do_is_refused(arguments):
-    """By the name of the argument, in both places, as `docs/migrating.md` lists."""
-    (name,) = arguments
-    with pytest.raises(PolicyError, match=f"{name}="):
-        from_tool("torch", arguments)
-    with pytest.raises(PolicyError, match=f"{name}="):
-        lossscale_torch.GradScaler("cpu", **arguments)
-
-
-@pytest.fixture(scope="module")
-def _one_process():
-    """Run in a group of one rank, which a sharded scaler needs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def _step(scaler, finite):
     """Take one step of torch's own scaler, with a gradient that is finite or not; return the scale after it."""
     take_step(scaler, one(lr=0.1)[1], 1.0 if finite else INF)
     return scaler.get_scale()
 
 
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
 @given(config=CONFIGS, grads_finite=overflow_traces(max_steps=60), stop=st.integers(0, 30))
 def test_grad_scaler(kind, config, grads_finite, stop):

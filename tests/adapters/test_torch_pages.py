@@ -4,12 +4,11 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lossscale_torch import GradScaler
@@ -98,14 +97,6 @@ def test_a_compiled_step_of_an_optimizer_is_called_or_left_out():
         assert torch.equal(weight, before) is not is_applied
 
 
-@pytest.fixture
-def _one_process() -> Iterator[None]:
-    """Run in a process group of one rank, for `fully_shard`."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def _import_timm(monkeypatch):
     """Let timm's own modules be imported; the package as a whole needs torchvision, with no build for this torch."""
     (place,) = importlib.util.find_spec("timm").submodule_search_locations
@@ -135,7 +126,7 @@ def test_a_loop_of_the_docs_passes(name, monkeypatch):
 
 
 @needs_fsdp2_on_cpu
-@pytest.mark.usefixtures("_one_process")
+@pytest.mark.usefixtures("one_process")
 def test_the_loop_of_fsdp2_passes():
     """The same for parameters that are sharded, over one rank here."""
     assert len(check_training_loop(functools.partial(_Loop, PAGES["FSDP2"]))) == 3

@@ -130,7 +130,7 @@ TESTS = {
         _optimizers: odd_optimizers states transactions loops differences
         hooks: hooks guard transactions
         _watch: watch loops transactions messages
-        _attach: attach reports
+        _attach: attach reports messages
         _clip: clipping norms fuzz guard
         _report: reports messages
         _range: reports float32 messages
