@@ -46,7 +46,7 @@ OPTIMIZERS = {
 DTYPES = [torch.float32] * 4 + [torch.float64, torch.bfloat16]
 CALLS = ["step", "unscale", "clip", "skip"] * 8 + ["unscale twice", "unscale only", "step twice"]
 EVENTS = ["save", "interval", "factors", "copy", "pickle", "tensors", "check", "flag", "again", "inspect"]
-EVENTS += ["late flag", "late scale", "write scale", "write tracker", "assign scale"]
+EVENTS += ["fused", "late flag", "late scale", "write scale", "write tracker", "assign scale"]
 
 
 def _program(seed):
@@ -163,6 +163,11 @@ class _Side:
             self.scaler = copy.deepcopy(scaler)
         elif event == "pickle" and self.make_scaler in (GradScaler, torch.amp.GradScaler):
             self.scaler = pickle.loads(pickle.dumps(scaler))
+        elif event == "fused" and not self.kinds[0].endswith(("legacy", "wrapped", "rmsprop", "foreach")):
+            # As with Accelerate's patched `step`: what an optimizer takes is asked of it at each step.
+            is_fused = getattr(self.optimizers[0], "_step_supports_amp_scaling", False)
+            self.optimizers[0]._step_supports_amp_scaling = not is_fused and self.dtypes[0] is torch.float32
+            self.optimizers[0].param_groups[0].update(fused=not is_fused and self.dtypes[0] is torch.float32)
         elif event == "write scale":
             scaler._scale.fill_(32.0)
         elif event == "write tracker":
@@ -196,14 +201,19 @@ def _with_hook(base):
 
 
 def _deciding(base):
-    """Decide on the step, as NeMo, Composer and torch_xla override it; each third is left out."""
+    """Decide on the step, as NeMo, Composer and torch_xla override it, or reduce flags first, and leave some out."""
 
     class Deciding(base):
         calls = 0
 
         def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
             self.calls += 1
-            if self.calls % 3 == 0 or sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values()):
+            flags = optimizer_state["found_inf_per_device"]
+            if self.calls % 4 == 0:
+                _raise_flags(flags)
+            if self.calls % 2 == 0:
+                return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+            if self.calls % 3 == 0 or sum(flag.item() for flag in flags.values()):
                 return None
             return optimizer.step(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import INF, one, take_step
+from tests.adapters.torch_steps import one, take_step
 
 AGAINST_TORCH = pytest.mark.parametrize("base", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 
@@ -71,26 +71,6 @@ def test_a_scale_that_is_set_at_each_update(device):
 # -- subclasses and patches --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_subclass_raises_a_flag_when_it_decides(clips):
-    """It reduces the flags over ranks in `_maybe_opt_step`, and calls ours."""
-
-    class Reducing(GradScaler):
-        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
-            for flag in optimizer_state["found_inf_per_device"].values():
-                flag.detach().numpy().fill(1.0)
-            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-
-    param, optimizer = one()
-    scaler = Reducing("cpu", init_scale=8.0)
-    scaler.scale(param.sum()).backward()
-    if clips:
-        scaler.unscale_and_clip_(optimizer, INF)
-    scaler.step(optimizer)
-    assert not scaler.update().applied
-    assert (param.item(), scaler.get_scale()) == (1.0, 4.0)
-
-
 @AGAINST_TORCH
 @pytest.mark.parametrize("clips", [False, True])
 def test_unscaling_that_is_replaced_on_the_instance(base, clips):
@@ -107,16 +87,3 @@ def test_unscaling_that_is_replaced_on_the_instance(base, clips):
     assert model.weight.grad.item() == pytest.approx(0.5 if is_ours else 1.0, rel=1e-3)
     scaler.step(optimizer)
     scaler.update()
-
-
-@AGAINST_TORCH
-def test_an_optimizer_becomes_fused_and_ordinary_again(base):
-    """What it takes is asked of the instance at each step, as Accelerate's patched `step` needs."""
-    param, optimizer = one()
-    scaler = base("cpu", init_scale=8.0)
-    for is_fused in (False, True, False):
-        optimizer._step_supports_amp_scaling = is_fused
-        optimizer.param_groups[0].update(fused=is_fused)
-        before = param.item()
-        take_step(scaler, optimizer, 8.0)
-        assert before - param.item() == 1.0

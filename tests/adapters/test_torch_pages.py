@@ -1,6 +1,5 @@
 """The training loops that the docs show pass `check_training_loop`: a skipped step of them moves nothing."""
 
-import functools
 import importlib.util
 import sys
 import types
@@ -9,13 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lossscale_torch import GradScaler
 from lossscale_torch.testing import check_training_loop
 from tests.adapters.pages import code_of, split_loop
 from tests.adapters.test_torch_recipes import ON_A_CPU, accelerate_afresh, in_float16
-from tests.torch_versions import needs_fsdp2_on_cpu
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the packages warn of is theirs
 _ = accelerate_afresh  # a fixture, which pytest finds by its name in this module
@@ -48,7 +45,6 @@ PAGES = {
     "logging": Page("docs/logging.md", "PyTorch", lambda batch: [(batch, _pair(batch))]),
     "Accelerate": Page("docs/trainers.md", "Accelerate"),
     "timm": Page("docs/trainers.md", "timm"),
-    "FSDP2": Page("docs/trainers.md", "torchtitan, FSDP2", lambda batch: [[_pair(batch)] * 2]),
 }
 
 
@@ -61,17 +57,14 @@ class _Loop:
             source = source.replace(name, value)
         setup, self._step = split_loop(source, page.start)
         model = torch.nn.Linear(4, 1)
-        if "FSDP2" in page.heading:
-            fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self._data = page.data
         self._names = {
             "torch": torch, "in_float16": in_float16, "GradScaler": lambda *args, **settings: scaler, "scaler": scaler,
             "model": model, "optimizer": optimizer, "data": [], "loss_fn": _loss_fn,
-            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "accumulate": 2, "optimizers": optimizer,
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
             "log": lambda step, numbers: None, "num_updates": 0,
         }  # fmt: skip
-        self._names["lr_schedulers"] = self._names["scheduler"]
         exec(setup, self._names)
         self.model, self.scheduler = self._names["model"], self._names["scheduler"]
         self.optimizer = getattr(self._names["optimizer"], "optimizer", self._names["optimizer"])
@@ -111,7 +104,7 @@ def _import_timm(monkeypatch):
     return StepLRScheduler
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "FSDP2"])
+@pytest.mark.parametrize("name", PAGES)
 def test_a_loop_of_the_docs_passes(name, monkeypatch):
     """It skips as a whole, and the loss scale makes no difference to it."""
     schedule = _import_timm(monkeypatch) if name == "timm" else None
@@ -123,10 +116,3 @@ def test_a_loop_of_the_docs_passes(name, monkeypatch):
         return loop
 
     assert len(check_training_loop(build)) >= 3
-
-
-@needs_fsdp2_on_cpu
-@pytest.mark.usefixtures("one_process")
-def test_the_loop_of_fsdp2_passes():
-    """The same for parameters that are sharded, over one rank here."""
-    assert len(check_training_loop(functools.partial(_Loop, PAGES["FSDP2"]))) == 3

@@ -217,26 +217,15 @@ def test_a_view_of_logits_does_not_keep_them():
 # -- who says applied --------------------------------------------------------------------------------------------------
 
 
-def _step_in_a_hook(param, optimizer):
+def test_an_optimizer_that_steps_in_a_gradient_hook_is_told():
+    """Its gradients are applied scaled, and `step` finds none."""
+    (param, inner), scaler = one(lr=1e-6), GradScaler("cpu")
+
     def step_now(p):
-        optimizer.step()
+        inner.step()
         p.grad = None
 
     param.register_post_accumulate_grad_hook(step_now)
-
-
-def _step_by_torch(param, optimizer):
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    _apply_optimizer_in_backward(torch.optim.SGD, [param], {"lr": 1e-6})
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")  # of the import
-@pytest.mark.parametrize("begin", [_step_in_a_hook, _step_by_torch])
-def test_an_optimizer_that_steps_in_a_gradient_hook_is_told(begin):
-    """Its gradients are applied scaled, and `step` finds none."""
-    (param, inner), scaler = one(lr=1e-6), GradScaler("cpu")
-    begin(param, inner)
     scaler.scale(param.sum()).backward()
     scaler.step(inner)
     with pytest.warns(UserWarning, match="an optimizer that steps in such a hook applies scaled gradients"):
