@@ -3,7 +3,6 @@
 import contextlib
 import math
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import LARGEST_NORM, GuardState, SpikeGuard
-from lossscale_core._messages import shown, shown_names, shown_number
+from lossscale_core._messages import shown, shown_names, shown_number, warn_caller
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import HostScalar, ScaleState, read, require_one_state
@@ -20,6 +19,7 @@ from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyErro
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
+_PACKAGES = ("lossscale", *(f"lossscale_{each}" for each in ("core", "jax", "keras", "tf", "torch")))
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
@@ -100,8 +100,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
         notes.append(f"loss_scale was {shown_number(before)} and becomes {shown_number(float(scale))}")
     if notes:
         how = "the saved state is changed" if policy is None else "the state continues under another policy"
-        # The warning points at the line that called this function.
-        warnings.warn(f"{how}: {'; '.join(notes)}", CheckpointWarning, stacklevel=2)
+        warn_caller(f"{how}: {'; '.join(notes)}", CheckpointWarning, packages=_PACKAGES)
     state: ScaleState[HostScalar] = start._replace(**fields)
     return state
 
@@ -124,7 +123,7 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
     numbers = saved.get("guard")
     if numbers is None:
         note = "the checkpoint has no state of a spike guard, so that the guard starts over with its warm-up"
-        warnings.warn(note, CheckpointWarning, stacklevel=2)
+        warn_caller(note, CheckpointWarning, packages=_PACKAGES)
         return start
     return start._replace(**_restored(numbers, start, start._fields, "guard"))
 

@@ -115,8 +115,10 @@ def _norm_type(value):
 
 
 def _new_scale(value):
-    given = "a tensor of shape" if isinstance(value, torch.Tensor) else repr(value)
-    words = f"new_scale should be a float ... It is {given} ... pass a positive number, or a tensor of one element on"
+    given = "tensor" if isinstance(value, torch.Tensor) else repr(value)
+    words = (
+        f"new_scale should be a float ... It is ... {given} ... pass a positive number, or a tensor of one element on"
+    )
     return lambda: ready().update(value), AssertionError, words
 
 
@@ -222,6 +224,7 @@ ERRORS = {
     "attempts of a name": _attempts(TypeError, A_MODULE, "model"),
     "a guard without gradients": (lambda: ready(guard=SpikeGuard()).update(), AssertionError, "No inf checks were"),
     **{f"a new scale of {value}": _new_scale(value) for value in (0.0, -1.0, NAN, "8", True, ONES)},
+    **{f"a new scale in a tensor, {value}": _new_scale(torch.tensor(value)) for value in (0.0, -1.0, NAN, -INF)},
     "a new scale with a graph": _new_scale(torch.ones(1, requires_grad=True)),
     **{
         f"a saved {name} of {value!r}": _load(f"{name}={value!r} ... {rule}", **{name: value})
@@ -264,9 +267,14 @@ def _after_a_step():
     return scaler
 
 
+def _saved(words, policy=None, **saved):
+    return lambda: GradScaler("cpu", policy=policy).load_state_dict({**TORCHS, **saved}), CheckpointWarning, words
+
+
 NO_CUDA = "CUDA is not available.  Disabling."
 OFF = f"{NO_CUDA}  This turns policy=, protect= off, too; pass the device that computes, as in GradScaler('cpu')"
 NO_LOSS = "no loss was scaled since the last update() ... pass each loss through scaler.scale ... updates_per_step=2"
+OTHER = "backoff_factor was 0.25 ... interval was 7"
 BOUNDED = DynamicScaling(max_scale=2.0**20)
 BEYOND = "new_scale=1e+30 is beyond the bounds of the policy, and becomes 2**20"
 NEW = "starts over with a loss scale of 2**16; make one scaler for all steps, before the loop, and ... load_state_dict"
@@ -279,6 +287,9 @@ WARNINGS = {
     "no scaled loss, unscaled": (lambda: _after_a_step().unscale_(_sgd()), UserWarning, NO_LOSS),
     "no scaled loss, clipped": (lambda: _after_a_step().unscale_and_clip_(_sgd(), 1.0), UserWarning, NO_LOSS),
     "a new scale beyond the bounds": (lambda: ready(policy=BOUNDED).update(1e30), UserWarning, BEYOND),
+    "a small saved scale": _saved("becomes 2**-126", scale=1e-40),
+    "a large saved scale": _saved("becomes 2**126", scale=1e300),
+    "other settings than the saved ones": _saved(OTHER, "dynamic", growth_interval=7, backoff_factor=0.25),
     "a scaler for each step": (lambda: ready().step(_stepped()), CheckpointWarning, NEW),
     "an old optimizer": (lambda: ready().step(Legacy([ONES])), FutureWarning, "stop passing itself as a keyword"),
 }
