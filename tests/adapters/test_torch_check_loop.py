@@ -54,23 +54,6 @@ class Loop:
                     average.lerp_(param, 0.1)
 
 
-class TwoOptimizers(Loop):
-    """One with an optimizer for each half, and one update."""
-
-    def __init__(self, scaler):
-        super().__init__(scaler)
-        self.optimizer = torch.optim.SGD(self.model[0].parameters(), lr=0.1)
-        self.second = torch.optim.SGD(self.model[3].parameters(), lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-
-    def step(self, batch):
-        self.model.zero_grad()
-        self.backward(batch)
-        for optimizer in (self.optimizer, self.second):
-            self.scaler.step(optimizer)
-        self.follow(self.scaler.update())
-
-
 class Attaches(Loop):
     """One with a loss inside the graph."""
 
@@ -81,7 +64,7 @@ class Attaches(Loop):
         self.scaler.scale(self.model[1:](hidden).square().mean()).backward()
 
 
-@pytest.mark.parametrize("loop", [Loop, TwoOptimizers, Attaches])
+@pytest.mark.parametrize("loop", [Loop, Attaches])
 def test_a_right_loop_passes(loop):
     """All three things are checked; `test_torch_pages.py` has loops that clip and accumulate."""
     assert check_training_loop(loop) == CHECKED

@@ -249,31 +249,28 @@ def _lines(caplog):
     return [(record.event, record.getMessage()) for record in caplog.records]
 
 
+PLACES = ", ".join(
+    f"parameter {place} of group 0 (shape {shape})" for place, shape in enumerate(["(2,)", "(2, 2)"] * 2, 1)
+)
+NAMED = {
+    "by the model": (lambda model: (model.parameters(), model), "0.bias, 1.weight, 1.bias, 2.weight"),
+    "by the optimizer": (lambda model: (model.named_parameters(), None), "0.bias, 1.weight, 1.bias, 2.weight"),
+    "by places": (lambda model: (model.parameters(), None), PLACES),
+}
+
+
 @EITHER_KIND
-def test_the_first_skipped_step_is_logged_with_its_parameters(fused, caplog):
-    """Once; then the watch says how many. In bfloat16 as in any dtype."""
-    model = _model(torch.bfloat16)
-    optimizer = guarded(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), names=model)
+@pytest.mark.parametrize(("how", "names"), NAMED.values(), ids=NAMED)
+def test_the_first_skipped_step_is_logged_with_its_parameters(how, names, fused, caplog):
+    """Once, with the first four that are not finite; then the watch says how many. In bfloat16 as in any dtype."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))).to(torch.bfloat16)
+    parameters, named = how(model)
+    optimizer = guarded(torch.optim.AdamW(parameters, lr=1e-3, fused=fused), names=named)
     _bad_steps(optimizer, [*model.parameters()], 40)
     (first, text), (second, often) = _lines(caplog)
     assert (first, second) == ("skipped_step", "skipping too often")
-    assert text.startswith("step 2 of AdamW was skipped: the gradients of 0.bias, 1.weight, 1.bias are not finite;")
+    assert text.startswith(f"step 2 of AdamW was skipped: the gradients of {names} and 1 more are not finite;")
     assert "31 of 32 steps" in often
-
-
-def test_parameters_have_a_name_without_a_model(caplog):
-    """That with which the optimizer was made, or a place and a shape; of many parameters the first four are named."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    places = "parameter 1 of group 0 (shape (2,)), parameter 2 of group 0 (shape (2, 2)), parameter 3 of group 0 "
-    for parameters, first, last in (
-        (model.parameters(), places, ", parameter 4 of group 0 (shape (2, 2)) and 1 more are not finite"),
-        (model.named_parameters(), "0.bias, 1.weight, 1.bias", ""),
-    ):
-        caplog.clear()
-        _bad_steps(guarded(torch.optim.SGD(parameters, lr=1.0)), [*model.parameters()], 2)
-        ((_, text),) = _lines(caplog)
-        assert f"the gradients of {first}" in text
-        assert last in text
 
 
 @EITHER_KIND

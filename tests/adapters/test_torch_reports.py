@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lossscale_core import DynamicScaling, NoScaling
-from lossscale_torch import overflow_report, range_report
+from lossscale_torch import GradScaler, overflow_report, range_report
 from tests.adapters.overflowing_models import Attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -258,6 +258,9 @@ def test_nothing_is_changed(raises):
     before, buffer = everything()
     with pytest.raises(KeyError) if raises else contextlib.nullcontext():
         range_report(model, loss_fn)
+    aux_loss = torch.ones(1, requires_grad=True)
+    GradScaler("cpu", enabled=False).attach(torch.ones(1, requires_grad=True), aux_loss).sum().backward()
+    assert aux_loss.grad.item() == 1.0  # which has the scale of the report within it
     after, buffer_after = everything()
     assert buffer_after is buffer
     for a, b in zip(before, after, strict=True):
