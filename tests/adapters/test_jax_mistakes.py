@@ -181,7 +181,8 @@ def test_the_question_does_not_grow_with_the_model(made):
 
 
 @pytest.mark.parametrize(
-    "inner", [optax.adam(0.1, eps=1e-4), optax.sgd(0.1), optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())]
+    "inner",
+    [optax.adam(0.1, eps=1e-4), optax.scale(-0.1), optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())],
 )
 def test_optimizers_that_keep_float16_finite(inner):
     """They are accepted, and so is one that cannot be asked because it needs the loss, which reaches this one alone."""
