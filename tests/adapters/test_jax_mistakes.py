@@ -290,7 +290,10 @@ MISTAKES = {
         ),
         (lambda: get_scale_state(SEVERAL.init(PARAMS)), r"2 scale states, at .*\['a'\].*\['b'\].*; pass the part that"),
         (lambda: OPTIMIZER.update(OPTIMIZER.init(PARAMS), PARAMS), "dict .*after the gradients"),
-        (lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS), "ScaleState is not a state of loss_scaled; pass what its"),
+        (
+            lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS),
+            r"ScaleState is not a state of loss_scaled; pass .* optimizer\.init\(params\)\._replace\(inner_state=",
+        ),
     ],
     PolicyError: [
         (_step_of("window", "plain"), f"accumulation_steps=2 and guard=None do not .* {WITHOUT}; make"),
