@@ -41,7 +41,7 @@ JOINT = {f"{first} and {second}": (SGD[first], SGD[second]) for first in SGD for
 
 @pytest.mark.parametrize("make", [*SGD.values(), *JOINT.values()], ids=[*SGD, *JOINT])
 @pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0, INF])
-@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_agrees_with_torch(make, norm_type, max_norm, dtype):
     """Norm and parameters are those of `unscale_` and `clip_grad_norm_`, to 1e-5 (bfloat16: to its own precision).
@@ -128,15 +128,6 @@ def test_order_and_disabled_mode():
     assert scaler.unscale_and_clip_(one()[1], 1.0).item() == 0.0
     assert GradScaler("cpu", enabled=False).unscale_and_clip_(optimizer, 0.5).item() == pytest.approx(1.0)
     torch.testing.assert_close(params[0].grad, torch.full((4,), 0.25))
-
-
-@EACH
-@pytest.mark.parametrize(("scale", "max_norm"), [(1.0, 0.0), (2.0**100, 1e-30)])
-def test_extreme_clipping(make, scale, max_norm):
-    """A norm clipped to nothing, or by more than float32 can hold, is clipped all the same."""
-    _, params, scaler = _clipped(make, [torch.ones(2)], max_norm, init_scale=scale)
-    assert scaler.last_step.applied
-    assert params[0].abs().max().item() <= max_norm
 
 
 @EACH

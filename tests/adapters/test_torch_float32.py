@@ -12,30 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lossscale_core import DynamicScaling
 from lossscale_torch import GradScaler, float32_plan, keep_in_float32, range_report
-from tests.adapters.overflowing_models import MODELS, Experts, made
+from tests.adapters.overflowing_models import Attention, Experts
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:lr_scheduler")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
-
-
-def _trained(name, in_float16, kept=(), init_scale=2.0**16):
-    """Train 200 steps; return how many were skipped, the first loss, and the mean of the last ten."""
-    model, loss_of = made(name)
-    keep_in_float32(model, kept)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    policy = DynamicScaling(init_scale=init_scale, min_scale=2.0**-8) if in_float16 else "none"
-    scaler = GradScaler("cpu", policy=policy)
-    losses, skipped = [], 0
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss = loss_of(in_float16)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        skipped += not scaler.update().applied
-        losses.append(loss.item())
-    return skipped, losses[0], sum(losses[-10:]) / 10
 
 
 def _counted_plan(model, loss_fn):
@@ -51,22 +32,13 @@ def _counted_plan(model, loss_fn):
     return float32_plan(model, counting), len(passes)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_plan_makes_training_work(name):
-    """Steps are skipped before and not after, to float32's loss; no name can be left out; the passes are few."""
-    model, loss_of = made(name)
-    plan, passes = _counted_plan(model, loss_of)
-    assert plan.note == ""
-    assert passes <= 25 * len(plan.modules)
-    assert not plan.before.forward_finite
-    for left_out in plan.modules:
-        with keep_in_float32(model, set(plan.modules) - {left_out}):
-            assert not range_report(model, loss_of).forward_finite
-    assert _trained(name, in_float16=True)[0] >= 4  # skipped
-    skipped, _, last = _trained(name, True, plan.modules, plan.after.init_scale)
-    _, first, expected = _trained(name, in_float16=False)
-    assert skipped <= 10
-    assert abs(last - expected) < 0.02 * first
+def _fits(model, loss_fn):
+    """Return whether no pass overflows at a loss scale of 1; some layers refuse a part of their inputs in float32."""
+    try:
+        report = range_report(model, loss_fn)
+    except RuntimeError:
+        return False
+    return report.forward_finite and report.overflows_above >= 1.0
 
 
 class Block(nn.Module):
@@ -256,6 +228,7 @@ PLANS = {
     "half buffer": (lambda: _net(*LOUD, dtype=lambda x: x.dtype), {}, ["blocks.1"], "forward overflows in blocks.1"),
     # The experts add float16 to a buffer, which becomes float32 when the layer before them is kept.
     "buffer later": (lambda: _layers(Experts(4, 1.0), gain=3e5), {}, ["0", "1"], "before: forward overflows in 0 ("),
+    "attention": (lambda: _layers(Attention(4, 3e3)), {}, ["1"], "before: forward overflows in 1 (aten.exp)"),
     "always half": (
         lambda: _net(*LOUD, dtype=lambda x: torch.half),
         {},
@@ -270,14 +243,27 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_says_what_to_do(name):
-    """Which modules to keep, or that none helps; the forward pass first, and a smaller loss scale where one fits."""
+    """Which modules to keep, or that none helps; the forward pass first, and a smaller loss scale where one fits.
+
+    None can be left out, and with all of them a step at the scale that it recommends is applied.
+    """
     make, options, modules, text = PLANS[name]
     model, x = make()
-    plan, passes = _counted_plan(model, _loss_fn(model, x, **options))
+    loss_fn = _loss_fn(model, x, **options)
+    plan, passes = _counted_plan(model, loss_fn)
     assert passes <= 25 * max(len(modules), 1)
     assert list(plan.modules) == modules
     assert text in str(plan)
     assert plan.after.forward_finite is ("\nafter: finite; use " in str(plan))
+    for left_out in modules:
+        with keep_in_float32(model, {*modules} - {left_out}):
+            assert not _fits(model, loss_fn)
+    if plan.after.forward_finite:
+        keep_in_float32(model, modules)
+        scaler, optimizer = GradScaler("cpu", policy=plan.policy), torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler.scale(loss_fn()).backward()
+        scaler.step(optimizer)
+        assert scaler.update().applied
 
 
 def test_a_plan_fits_all_batches_and_changes_nothing(monkeypatch, capsys):
