@@ -10,8 +10,8 @@ import torch
 from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler, all_finite, init_state, overflow_report, scale, select, unscale
 from tests.adapters.emulated_device import Emulated, OnDevice
+from tests.adapters.torch_steps import CALLS, INF
 
-INF = float("inf")
 GRADS = [1.0, 2.0, INF, 1.0, 1e18, 1.0, 50.0, 1.0, float("nan"), 2.0]
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.5),
@@ -20,11 +20,6 @@ OPTIMIZERS = {
 }
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 PLACES = [("mps", "sgd"), ("mps", "fused sgd"), ("xpu", "fused adamw")]
-CALLS = {
-    "step": lambda scaler, optimizer: scaler.step(optimizer),
-    "unscale_": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.step(optimizer)),
-    "unscale_and_clip_": lambda scaler, optimizer: (scaler.unscale_and_clip_(optimizer, 1.0), scaler.step(optimizer)),
-}
 
 
 def _run(device: str, kind: str, call: str, **settings: Any) -> tuple[Any, ...]:
@@ -38,6 +33,7 @@ def _run(device: str, kind: str, call: str, **settings: Any) -> tuple[Any, ...]:
         for param in params:
             param.grad = torch.full((3,), size, device=device) * scaler.get_scale()
         CALLS[call](scaler, optimizer)
+        scaler.step(optimizer)
         applied.append(bool(scaler.update().applied))
     kept = [each for state in optimizer.state.values() for each in state.values() if each is not None]
     values = [each.detach().cpu().flatten().tolist() for each in (*params, *kept)]
@@ -73,6 +69,7 @@ def test_a_norm_with_squares_that_overflow_is_a_spike(call):
             scaler.scale(torch.ones((), device="mps"))
             param.grad = torch.full((3,), size * 4.0, device="mps")
             CALLS[call](scaler, optimizer)
+            scaler.step(optimizer)
             info = scaler.update()
             assert (bool(info.spiked), bool(info.overflowed)) == (size == 1e30, size == INF)
         guard = scaler.state_dict()["guard"]

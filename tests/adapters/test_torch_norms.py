@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler, guarded
-from lossscale_torch.hooks import Hook
 from tests.adapters.test_torch_distributed import _on_ranks
 from tests.adapters.torch_steps import ready
 from tests.torch_versions import HAS_FSDP2_ON_CPU
@@ -47,16 +46,6 @@ class _FusedSGD(torch.optim.SGD):
                 grad = _local(param.grad)
                 grad = grad if self.grad_scale is None else grad / self.grad_scale
                 _local(param).sub_(torch.where(self.found_inf == 0.0, grad, 0.0))
-
-
-class _Norms(Hook):
-    """Notes the norm of each step."""
-
-    needs_norm = True
-
-    def before_step(self, scaler, optimizer, record):
-        """Note it."""
-        self.norm = record["norm"].item()
 
 
 class _HookedScaler(GradScaler):
@@ -197,18 +186,17 @@ def _compare(rank, world_size):
 
 
 def _use_elsewhere(layouts):
-    """Let a hook see the norm, a guarded optimizer clip by it, and clip several optimizers, or with another scaler."""
+    """Let a guard see the norm, a guarded optimizer clip by it, and clip several optimizers, or with another scaler."""
     for name, fused, by in product(("three meshes", "hsdp", "beside plain tensors"), (False, True), (1.0, 1e30)):
         make, make_optimizer = partial(layouts[name], by=by), _FusedSGD if fused else torch.optim.SGD
         exact = pytest.approx(_exact([_whole(param.grad) for param in make()], 2.0), rel=1e-6)
         for call in ("unscale_", "step"):
-            noted = _Norms()
-            scaler, optimizer = GradScaler("cpu", init_scale=SCALE, hooks=[noted]), make_optimizer(make(), lr=0.0)
+            scaler, optimizer = GradScaler("cpu", init_scale=SCALE, guard=SpikeGuard()), make_optimizer(make(), lr=0.0)
             scaler.scale(torch.ones(()))
             for each in dict.fromkeys([call, "step"]):
                 getattr(scaler, each)(optimizer)
             assert scaler.update().applied
-            assert noted.norm == exact
+            assert scaler.state_dict()["guard"]["mean"] == exact
         params = make()
         guarded(make_optimizer(params, lr=1.0), max_norm=MAX_NORM).step()
         moved = [(1.0 - _whole(param)) * SCALE for param in params]
@@ -273,11 +261,14 @@ def _join_stages(rank, grid):
         assert _step(_params(specs, by=by), order, fused, norm_group=group) == (exact, True)
         assert not _step(_params(specs, culprit=1), order, fused, norm_group=group)[1]
         if order == 2.0:
-            noted, make = _Norms(), _FusedSGD if fused else torch.optim.SGD
-            scaler, optimizer = GradScaler("cpu", hooks=[noted], norm_group=group), make(_params(specs, by=by), lr=1.0)
-            scaler.scale(torch.ones(()))
+            make = _FusedSGD if fused else torch.optim.SGD
+            scaler, optimizer = (
+                ready(init_scale=SCALE, guard=SpikeGuard(), norm_group=group),
+                make(_params(specs, by=by), 1.0),
+            )
             scaler.step(optimizer)
-            assert noted.norm * 2.0**16 / SCALE == exact
+            scaler.update()
+            assert scaler.state_dict()["guard"]["mean"] == exact
             alone = guarded(make(_params(specs, culprit=1), lr=1.0), max_norm=MAX_NORM, norm_group=group)
             alone.step()
             assert not alone.last_step

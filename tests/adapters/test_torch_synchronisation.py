@@ -10,13 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler, all_finite
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import EITHER_KIND, INF, one
-
-CALLS = {
-    "step": lambda scaler, optimizer: None,
-    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
-    "unscale_and_clip_": lambda scaler, optimizer: scaler.unscale_and_clip_(optimizer, 1.0),
-}
+from tests.adapters.torch_steps import CALLS, EITHER_KIND, INF, one
 
 
 def _reads(call, fused, finite=True, protects=False, **settings):

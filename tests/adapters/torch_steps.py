@@ -14,6 +14,13 @@ INF = float("inf")
 EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
 COPIES = pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 
+CALLS = {
+    "step": lambda scaler, optimizer: None,
+    "unscale_": lambda scaler, optimizer: scaler.unscale_(optimizer),
+    "unscale_and_clip_": lambda scaler, optimizer: scaler.unscale_and_clip_(optimizer, 1.0),
+}
+"""What a loop may call between backward and `step`."""
+
 
 def one(fused=False, device="cpu", lr=1.0, **settings):
     """Return a parameter of one element, 1.0, and its optimizer; a gradient of 1.0 moves it to 0.0."""
