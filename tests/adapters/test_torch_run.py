@@ -105,7 +105,7 @@ class Own:
 def show():
     print("late", type(pickle.loads(pickle.dumps(Own()))), sys.path[0])
 
-print(__file__)
+print(__file__, type(__loader__).__name__)
 argparse.ArgumentParser().parse_args()
 atexit.register(show)
 threading.Thread(target=lambda: (threading.main_thread().join(), show())).start()

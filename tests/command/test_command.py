@@ -29,7 +29,9 @@ def test_a_process_says_what_the_command_says_here(tmp_path):
         command = [sys.executable, "-m", "lossscale", "policy", "check", name, "--json"]
         process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
         assert (process.returncode, process.stdout, process.stderr) == run(*command[3:], cwd=tmp_path)
-        assert name != "p.toml" or policy_from_dict(json.loads(process.stdout)) == policy
+        is_found = name == "p.toml"
+        assert not is_found or policy_from_dict(json.loads(process.stdout)) == policy
+        assert ("a valid policy of kind 'dynamic'" in process.stderr) == is_found
 
 
 COMMANDS = [(), *((name,) for name in ["demo", "simulate", "run", "plot", "checkpoint", "policy"])]

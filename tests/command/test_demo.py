@@ -110,6 +110,7 @@ def test_both_panels_of_a_trace_have_its_steps(tmp_path, figures):
     scale, norm = figures[0].axes
     assert norm.lines[0].get_xdata().tolist() == [5, 6, 7, 8, 9]
     assert scale.get_xlim() == norm.get_xlim()
+    assert all(line.get_linewidth() > 0.0 for axes in (scale, norm) for line in axes.lines)
 
 
 def test_a_terminal_shows_how_far_it_is(tmp_path):
