@@ -14,12 +14,6 @@ from tests.command.commanding import refused, run, succeed
 MIB = 2**20
 
 
-def test_nothing_waits_for_a_fifo(tmp_path):
-    """The kind of the file is looked at before its content."""
-    os.mkfifo(tmp_path / "c.pt")
-    assert "pass a regular file" in refused(run("checkpoint", "c.pt", cwd=tmp_path))
-
-
 class _Runs:
     """An object that creates a file when it is unpickled."""
 
@@ -47,6 +41,7 @@ def _lying(path):
 
 
 OF_TORCH = {
+    "a FIFO, for which nothing waits": lambda path: os.mkfifo(path),
     "of an old torch": lambda path: torch.save({"scale": 8.0}, path, _use_new_zipfile_serialization=False),
     "empty": lambda path: path.write_bytes(b""),
     "no archive": lambda path: path.write_bytes(pickle.dumps({"scale": 8.0})),
@@ -69,7 +64,7 @@ def test_a_hostile_checkpoint_is_refused_in_one_sentence(tmp_path, name):
     """No code in it runs, and no number is read from a tensor that has none, or too many."""
     OF_TORCH[name](tmp_path / "c.pt")
     said = refused(run("checkpoint", "c.pt", "--from", "torch", cwd=tmp_path))
-    if not zipfile.is_zipfile(tmp_path / "c.pt"):
+    if (tmp_path / "c.pt").is_file() and not zipfile.is_zipfile(tmp_path / "c.pt"):
         assert "c.pt is not a zip archive, as torch.save writes" in said
         assert "load and save it again with a newer PyTorch" in said
     assert not (tmp_path / "was_run").exists()

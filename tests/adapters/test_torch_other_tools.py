@@ -15,7 +15,7 @@ import lossscale_torch
 from lossscale import from_tool, state_from_tool
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from tests.adapters.torch_steps import INF, one, take_step
-from tests.command.commanding import run, succeed
+from tests.command.commanding import succeed
 from tests.strategies import overflow_traces
 
 CONFIGS = st.fixed_dictionaries(
@@ -100,21 +100,15 @@ def test_the_attributes_of_a_scaler():
 
 
 def test_the_command_reads_what_torch_saves(tmp_path):
-    """A scaler alone or within a checkpoint, torch's own or ours."""
+    """A scaler alone or within a checkpoint, torch's own or ours; a part of a tensor is a number."""
     scaler = _stepped()
     torch.save({"model": {"weight": torch.ones(3)}, "scaler": scaler.state_dict()}, tmp_path / "checkpoint.pt")
     ours = lossscale_torch.GradScaler("cpu", growth_interval=7)
     ours.load_state_dict(scaler.state_dict())
     torch.save(ours.state_dict(), tmp_path / "ours.pt")
-    for name in ("checkpoint.pt", "ours.pt"):
-        state = json.loads(run("checkpoint", name, cwd=tmp_path).stdout)
-        assert (state["loss_scale"], state["growth_tracker"]) == (32768.0, 2)
-
-
-def test_the_command_reads_tensors(tmp_path):
-    """A part of a tensor is a number."""
-    scaler = {"scale": torch.tensor([3.0, 8.0], dtype=torch.bfloat16)[1:], "growth_tracker": torch.tensor(7)}
+    parts = {"scale": torch.tensor([3.0, 32768.0], dtype=torch.bfloat16)[1:], "growth_tracker": torch.tensor(2)}
     others = {"weight": torch.nn.Parameter(torch.ones(2).half()), "b": bytearray(3)}
-    torch.save({**others, "optimizer": {"grad_scaler": {**scaler, "hysteresis_tracker": 1}}}, tmp_path / "f.pt")
-    state = json.loads(succeed("checkpoint", "f.pt", "--from", "megatron", cwd=tmp_path)[0])
-    assert (state["loss_scale"], state["growth_tracker"], state["hysteresis_tracker"]) == (8.0, 7, 1)
+    torch.save({**others, "optimizer": {"grad_scaler": {**parts, "hysteresis_tracker": 1}}}, tmp_path / "parts.pt")
+    for name, *options in (["checkpoint.pt"], ["ours.pt"], ["parts.pt", "--from", "megatron"]):
+        state = json.loads(succeed("checkpoint", name, *options, cwd=tmp_path)[0])
+        assert (state["loss_scale"], state["growth_tracker"]) == (32768.0, 2)
