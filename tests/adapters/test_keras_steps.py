@@ -302,19 +302,6 @@ def test_apply_under_jit_names_the_method_to_take():
         jax.jit(lambda grad: optimizer.apply([grad], variables))(np.ones(3, np.float32))
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has them")
-def test_sparse_gradients_stay_sparse():
-    """Duplicate rows are summed for the norm."""
-    import tensorflow as tf
-
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(4.0), global_clipnorm=1.0)
-    variable = keras.Variable(np.zeros((4, 2), np.float32))
-    slices = tf.IndexedSlices(tf.fill((2, 2), 4.0), tf.constant([1, 1]), tf.constant([4, 2]))
-    optimizer.apply([slices], [variable])
-    np.testing.assert_allclose(value_of(variable)[1], [-(0.5**0.5)] * 2, rtol=1e-6)
-    assert not value_of(variable)[[0, 2, 3]].any()
-
-
 @pytest.mark.filterwarnings("error:scale_loss was not called", "error:get_scaled_loss not called")
 def test_a_step_whose_loss_was_not_scaled():
     """It is warned of once: before the first loss is scaled, and in an eager loop that forgets it later."""
@@ -333,16 +320,17 @@ def test_a_step_whose_loss_was_not_scaled():
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has them")
-def test_clipping_sums_rows_that_repeat_as_keras_does():
-    """Adam squares the sum of an embedding row's gradients, though the clip is inactive."""
+def test_sparse_gradients_are_clipped_like_dense_ones():
+    """Rows that repeat are summed for the norm, and for Adam, which squares an embedding row's gradient."""
     import tensorflow as tf
 
-    ends, inner = [], lambda: keras.optimizers.Adam(0.1, global_clipnorm=1e6)
-    for optimizer, factor in ((inner(), 1.0), (LossScaleOptimizer(inner(), 4.0), 4.0)):
+    ends, inner = [], lambda: keras.optimizers.Adam(0.1, global_clipnorm=1.0)
+    for optimizer, factor, is_dense in ((inner(), 1.0, True), (LossScaleOptimizer(inner(), 4.0), 4.0, False)):
         variable = keras.Variable(np.ones((4, 2)))
         for row in (1, 2, 1):
             values = tf.constant([[1.0, 2.0], [3.0, -1.0]]) * factor
-            optimizer.apply([tf.IndexedSlices(values, tf.constant([row, 1]), tf.constant([4, 2]))], [variable])
+            grad = tf.IndexedSlices(values, tf.constant([row, 1]), tf.constant([4, 2]))
+            optimizer.apply([tf.convert_to_tensor(grad) if is_dense else grad], [variable])
         ends.append(value_of(variable))
     np.testing.assert_allclose(ends[1], ends[0], rtol=1e-6)
 
