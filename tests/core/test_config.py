@@ -59,18 +59,14 @@ def test_as_policy():
 FROM_TOOL = "lossscale.from_tool reads the config of another tool, as in from_tool('deepspeed', config)"
 BAD_CONFIGS = [
     ({"kind": "dynamic", "growth_intervall": 3}, "growth_intervall' .* did you mean 'growth_interval'.* known:"),
-    ({"kind": "additive", "incremnt": 2.0}, "did you mean 'increment'"),
     ({"kind": "dynamik"}, "dynamik.* did you mean 'dynamic'.* fixed"),
     ({"kind": ["dynamic"]}, "kind=.* known:"),
     ({"kind": "fixed"}, "a 'fixed' policy needs init_scale; add it, as in init_scale = 1024.0"),
     ({"kind": "none", "init_scale": 1.0}, "'init_scale' is not a key of a 'none' policy"),
-    ({"kind": "dynamic", "growth_interval": 0}, "growth_interval=0.*; pass"),
     ([1], "table.* kind = 'dynamic'"),
     ({"growth_interval": 3}, r"no 'kind', but growth_interval; add kind = 'dynamic' \(known: none, fixed, dynamic"),
     ({"train_batch_size": 8, "fp16": {"enabled": True}}, f"no 'kind'.* {re.escape(FROM_TOOL)}"),
     ({"kind": "dynamic", "loss_scale_window": 1000}, re.escape(FROM_TOOL)),
-    ({"policy": {"kind": "dynamic"}}, "the keys are in the table 'policy'; write them without a table"),
-    ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
 ]
 
 
@@ -88,13 +84,11 @@ def test_a_bad_config_names_the_remedy(tmp_path, config, words):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("p.json", '{"kind": "fixed", "init_scale": NaN}', "init_scale=nan"),
         ("p.toml", '[tool.lossscale]\nkind = "dynamic"', "in the table 'tool.lossscale'; write them without a table"),
         ("p.toml", '[[policy]]\nkind = "dynamic"', "in the table 'policy'; write them without a table"),
         # In a file there is no None, True or power.
         ("p.toml", 'kind = "dynamic"\nmax_overflow_streak = 0', "must be left out or a whole.* leave it out"),
         ("p.json", '{"kind": "dynamic", "refill_on_finite": 1}', "pass true or false"),
-        ("p.toml", 'kind = "dynamic"\ninit_scale = 0', "a power of two such as 65536.0"),
         ("p.toml", 'kind = "dynamic"\nmax_scale = 0', "a power of two such as 16777216.0"),
     ],
 )
