@@ -178,10 +178,11 @@ def test_a_wrong_policy_is_told_the_field_and_the_step(policy, sentence):
     assert sentence in str(caught.value)
 
 
-def test_the_runs_begin_where_a_rule_may_break():
+@pytest.mark.parametrize("interval", [1, 3])
+def test_the_runs_begin_where_a_rule_may_break(interval):
     """First, with full counters, and where growth is due: at, beside and beyond each bound; then two long runs."""
     calls = []
-    check_policy(Changed(lambda *call: calls.append(call) or call[1]))
+    check_policy(Changed(lambda *call: calls.append(call) or call[1], growth_interval=interval))
     on_host = [(old, flag) for old, _, flag, xp in calls if xp is None]
     steps, long_runs = on_host[: -3000 - 5000 : 2], on_host[-3000 - 5000 :]  # `update` is called twice for each step
     flags = ["".join("FT"[flag] for _, flag in steps[n : n + 16]) for n in range(0, len(steps), 16)]
@@ -195,7 +196,7 @@ def test_the_runs_begin_where_a_rule_may_break():
         np.float32(2**32 / 3),
         2.0**33,
     ]
-    assert [start.growth_tracker for start in starts] == [0, 2**31 - 2] + [2] * 7
+    assert [start.growth_tracker for start in starts] == [0, 2**31 - 2] + [interval - 1] * 7
     assert [start.steps for start in starts] == [0, 2**31 - 2] + [0] * 7
     assert [flag for _, flag in long_runs] == [False] * 3000 + [True] * 5000
 
