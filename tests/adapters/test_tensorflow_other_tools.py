@@ -175,3 +175,22 @@ def test_a_checkpoint_on_disk(tmp_path):
     reader = tf.train.load_checkpoint(path)
     state = state_from_tool("keras", {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()})
     assert (state.loss_scale, state.growth_tracker) == (4.0, 2)
+
+
+@pytest.mark.parametrize("make", [tf_keras.optimizers.Adam, lambda: tf_keras.optimizers.SGD(momentum=0.9)])
+def test_a_checkpoint_of_tf_keras_restores_the_inner_optimizer(tmp_path, make):
+    """Its slots and its count of steps, which the wrapper of tf_keras saved as its own."""
+    variable, theirs = tf.Variable([1.0, 2.0]), tf_keras.mixed_precision.LossScaleOptimizer(make())
+    for _ in range(3):
+        theirs.apply_gradients([(tf.ones(2), variable)])
+    path = tf.train.Checkpoint(optimizer=theirs).save(str(tmp_path / "theirs"))
+    ours = lossscale_tf.LossScaleOptimizer(make())
+    ours.build([variable])
+    status = tf.train.Checkpoint(optimizer=ours.inner_optimizer).restore(path)
+    status.assert_existing_objects_matched().expect_partial()
+    saved, loaded = (
+        {each.name: each.numpy().tolist() for each in optimizer.variables}
+        for optimizer in (theirs.inner_optimizer, ours.inner_optimizer)
+    )
+    assert loaded == saved
+    assert int(ours.iterations) == 3
