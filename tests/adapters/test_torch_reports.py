@@ -258,9 +258,9 @@ def test_nothing_is_changed(raises):
     before, buffer = everything()
     with pytest.raises(KeyError) if raises else contextlib.nullcontext():
         range_report(model, loss_fn)
-    aux_loss = torch.ones(1, requires_grad=True)
-    GradScaler("cpu", enabled=False).attach(torch.ones(1, requires_grad=True), aux_loss).sum().backward()
-    assert aux_loss.grad.item() == 1.0  # which has the scale of the report within it
+    aux_loss, scaler = torch.ones(1, requires_grad=True), GradScaler("cpu", init_scale=4.0)
+    scaler.scale(scaler.attach(torch.ones(1), aux_loss).sum()).backward()
+    assert aux_loss.grad.item() == 4.0  # within the report it has the report's
     after, buffer_after = everything()
     assert buffer_after is buffer
     for a, b in zip(before, after, strict=True):
