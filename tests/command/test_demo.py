@@ -103,11 +103,14 @@ def test_the_panels_show_the_runs(tmp_path, figures):
 
 
 def test_both_panels_of_a_trace_have_its_steps(tmp_path, figures):
-    """Also where the gradient norm of some steps is not known."""
-    rows = [f"{step},8.0,False,{'' if step < 5 else 1.0}\n" for step in range(10)]
-    (tmp_path / "t.csv").write_text("step,scale,overflowed,norm\n" + "".join(rows))
-    succeed("plot", "t.csv", "-o", "p.png", cwd=tmp_path)
-    scale, norm = figures[0].axes
+    """Also where the gradient norm of some steps is not known; norms of 0, which no logarithm shows, have no panel."""
+    for known in (0.0, 1.0):
+        rows = [f"{step},8.0,False,{'' if step < 5 else known}\n" for step in range(10)]
+        (tmp_path / "t.csv").write_text("step,scale,overflowed,norm\n" + "".join(rows))
+        succeed("plot", "t.csv", "-o", "p.png", "--overwrite", cwd=tmp_path)
+    without, both = (figure.axes for figure in figures)
+    assert len(without) == 1
+    scale, norm = both
     assert norm.lines[0].get_xdata().tolist() == [5, 6, 7, 8, 9]
     assert scale.get_xlim() == norm.get_xlim()
     assert all(line.get_linewidth() > 0.0 for axes in (scale, norm) for line in axes.lines)

@@ -167,6 +167,7 @@ SAYINGS = [
     ),
     ("apex", {"max_loss_scale": None}, _default("apex", max_scale=LARGEST_SCALE)),
     ("apex", {"opt_level": "O3"}, FixedScaling(1.0)),
+    ("apex", {"loss_scale": 2.0**30}, FixedScaling(2.0**30)),
     ("torch", TORCHS, _wide(init_scale=8.0)),
     ("torch", {"device": "cuda", "init_scale": np.float32(65536), "enabled": True}, _default("torch")),
     ("jmp", {"loss_scale": 8.0, "counter": 3}, DynamicScaling(init_scale=8.0, max_scale=LARGEST_SCALE)),
