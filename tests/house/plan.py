@@ -96,7 +96,7 @@ TEST_FILES = {
 
 TESTS = {
     "lossscale_core": """
-        _policy _state: policy_rule tolerant_policy policy_settings testing conformance
+        _policy _state: policy_rule tolerant_policy policy_settings testing conformance mistakes
         _base: own_policies check_policy mistakes
         _arrays _tree: verbs all_finite mistakes conformance
         _settings: policy_settings config mistakes
