@@ -19,7 +19,11 @@ from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyErro
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
-_PACKAGES = ("lossscale", *(f"lossscale_{each}" for each in ("core", "jax", "keras", "tf", "torch")))
+_PACKAGES = (
+    *("lossscale", *(f"lossscale_{each}" for each in ("core", "jax", "keras", "tf", "torch"))),
+    *("jax", "keras", "tensorflow"),
+)
+"""What may lie between the line that loads a state and these functions."""
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 

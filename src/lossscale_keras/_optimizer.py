@@ -1,8 +1,8 @@
 """`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
 
 import dataclasses
+import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -178,10 +178,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Warn once of a step with a loss that was not scaled."""
         if not self._losses.has_warned and core.BaseScaling.of(self.policy).scales_losses:
             self._losses.has_warned = True
-            adapters.warn_caller(
+            _warn_caller(
                 "scale_loss was not called before this step, which divides the gradients by the loss scale all the "
-                "same; differentiate optimizer.scale_loss(loss)",
-                packages=("lossscale_keras", "keras", "tensorflow"),
+                "same; differentiate optimizer.scale_loss(loss)"
             )
 
     def _take(self, grads: list[Any], variables: list[Any], loss_scale: Any, is_summed: bool = False) -> None:
@@ -414,7 +413,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         state = core.state_from_dict(saved, self.policy)
         self._assign(States(state, None if self.guard is None else adapters.guard_state_from_dict(saved)))
         if self.guard is None and saved.get("guard"):
-            warnings.warn("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning, stacklevel=2)
+            _warn_caller("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning)
         self._last.assign(LastStep())
 
     def get_config(self) -> dict[str, Any]:
@@ -468,11 +467,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         saved = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118  # Keras's store is no mapping
         if "loss_scale" not in saved:
-            warnings.warn(
+            _warn_caller(
                 "the file was saved without this wrapper, so that the loss scale starts over; to keep the inner "
                 "optimizer's variables, load them without the wrapper, and wrap the loaded optimizer",
                 CheckpointWarning,
-                stacklevel=2,
             )
             return
         guard = {name.removeprefix("guard_"): saved.pop(name) for name in list(saved) if name.startswith("guard_")}
@@ -495,6 +493,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if name in ("get_scaled_loss", "get_unscaled_gradients", "minimize", "compute_gradients"):
             hint = "; lossscale_tf.LossScaleOptimizer has it, and this class scale_loss and apply"
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{hint}")
+
+
+_warn_caller = functools.partial(
+    adapters.warn_caller, packages=("lossscale_tf", "lossscale_keras", "keras", "tensorflow")
+)
 
 
 def _where(flag: bool, yes: Any, no: Any) -> Any:

@@ -125,6 +125,30 @@ def test_finite_micro_batches_make_no_infinite_sum(drop):
     assert get_scale_state(opt_state).skipped_steps == 0
 
 
+def test_the_scale_is_found_in_a_wrapper():
+    """In one of optax that shows it some of the parameters, before and after steps under jit."""
+    optimizer = optax.masked(loss_scaled(optax.sgd(1.0), POLICY), {"w": True, "b": False})
+    opt_state = optimizer.init(PARAMS)
+    step = jax.jit(step_of(optimizer, "update"))
+    assert get_scale_state(opt_state).loss_scale == SCALE
+    params, opt_state = step(PARAMS, opt_state, _times(GRADS, SCALE))
+    np.testing.assert_allclose(params["w"], PARAMS["w"] - GRADS["w"])
+    _, opt_state = step(params, opt_state, BAD)
+    assert get_scale_state(opt_state).loss_scale == SCALE / 2
+
+
+def test_extra_args_reach_the_inner_optimizer():
+    """Through a chain, too; an inner optimizer that knows none gets none."""
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        return jax.tree.map(lambda update: update * value, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    optimizer = optax.chain(loss_scaled(inner, 1.0), loss_scaled(optax.scale(1.0), 1.0))
+    updates, _ = jax.jit(optimizer.update)(GRADS, optimizer.init(PARAMS), PARAMS, value=3.0, unknown=1.0)
+    np.testing.assert_allclose(updates["w"], 3.0 * GRADS["w"])
+
+
 @pytest.mark.parametrize("max_norm", [float("inf"), 1e300, jnp.float32(8.0), 0.0])
 @pytest.mark.parametrize("size", [3.0, 0.0])
 def test_a_large_max_norm_clips_nothing_and_one_of_zero_all(max_norm, size):

@@ -83,7 +83,8 @@ def test_value_and_grad(options, wrap):
     arguments = {"w": jnp.arange(3.0), "b": jnp.ones(())}, jnp.arange(6.0).reshape(2, 3) / 4
     expected = jax.value_and_grad(loss, **options)(*arguments, factor=2.0)
     out = value_and_grad(wrap(loss), **options)(init_state(2.0**12), *arguments, factor=2.0)
-    found = (out.value, out.aux) if out.aux else out.value
+    assert options or out.aux is None
+    found = (out.value, out.aux) if options else out.value
     jax.tree.map(np.testing.assert_array_equal, (found, out.grads), expected)
     assert out.grads_finite
 

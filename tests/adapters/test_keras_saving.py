@@ -138,7 +138,10 @@ def test_promises_067_068_a_config(wrapper):
     """It is JSON without running state, and makes an equal wrapper around a new inner optimizer; it is left alone."""
     inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=3.0)
     optimizer = wrapper(inner, policy=DynamicScaling(hysteresis=2), guard=SpikeGuard(threshold=4.0))
-    optimizer.apply([optimizer.scale_loss(keras.ops.full((1,), np.inf))], [keras.Variable(np.ones(1))])
+    variable = keras.Variable(np.ones(1))
+    for _ in range(2):
+        optimizer.apply([optimizer.scale_loss(keras.ops.full((1,), np.inf))], [variable])
+    assert float(optimizer.loss_scale) == 2.0**15
     config = json.loads(json.dumps(optimizer.get_config()))
     before = json.dumps(config)
     for _ in range(2):

@@ -123,10 +123,11 @@ def test_a_hyperparameter_reaches_the_inner_optimizer():
             setattr(optimizer, name, 0.5)
 
 
-def test_settings_of_the_inner_optimizer_can_be_read():
+@pytest.mark.parametrize("clip", ["clipnorm", "clipvalue", "global_clipnorm"])
+def test_settings_of_the_inner_optimizer_can_be_read(clip):
     """On the wrapper, which makes no averages or accumulators of its own for it."""
     settings = {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3, "gradient_accumulation_steps": 4}
-    settings |= {"clipnorm": None, "clipvalue": None, "global_clipnorm": 0.5, "weight_decay": 0.1}
+    settings |= {"weight_decay": 0.1, clip: 0.5}
     inner, variable = keras.optimizers.SGD(0.1, **settings), tf.Variable([1.0, 2.0])
     optimizer = LossScaleOptimizer(inner, POLICY)
     own = len(optimizer.variables) - len(inner.variables)

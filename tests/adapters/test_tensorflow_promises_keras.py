@@ -316,11 +316,18 @@ def test_promises_081_086_091_fixed():
 def test_promises_088_089_how_many_steps_are_skipped(limit, at_the_start):
     """2 to 15 at the start; then, where growth always overflows, one in N + 1."""
     growth_steps = 10
-    policy = _wrapped(True, None, growth_steps).policy
-    states = [policy.init_state()]
+    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(0.0), True, None, growth_steps), tf.Variable(1.0)
+
+    @tf.function(autograph=False)
+    def step():
+        optimizer.scale_loss(tf.constant(0.0))
+        grad = tf.where(optimizer.loss_scale > limit, INF, 1.0)
+        optimizer.apply_gradients([(grad, variable)])
+
+    skipped = []
     for _ in range(at_the_start + 8 * (growth_steps + 1)):
-        states.append(policy.update(states[-1], states[-1].loss_scale <= limit))
-    skipped = [int(state.skipped_steps) for state in states[1:]]
+        step()
+        skipped.append(int(optimizer.metrics()["skipped_steps"]))
     assert skipped[at_the_start - 1] == skipped[at_the_start + growth_steps - 1] == at_the_start
     assert skipped[-1] == at_the_start + 8
 

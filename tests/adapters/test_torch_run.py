@@ -219,7 +219,9 @@ def test_every_name_of_the_scaler_is_replaced(run, tmp_path):
     assert "lossscale: scaler 0: healthy: 2 of 8 steps skipped" in done.stderr
     _require_simulated(rows[:8])
     assert (rows[8]["step"], rows[8]["scaler"]) == ("8", "1")
-    assert all(float(row["norm"]) > 1e-3 for row in rows)  # before the clip
+    for row in rows:  # before the clip
+        norm, largest = float(row["norm"]), float(row["gradient_max"])
+        assert norm >= largest > 1e-3 if row["applied"] == "True" else norm == float("inf")
 
 
 OWN = """
@@ -402,6 +404,24 @@ def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
     for rank in range(2):
         _require_simulated(_rows(tmp_path / f"scale.rank{rank}.csv"))
         assert f"lossscale: rank {rank}: healthy: 2 of 8" in done.stderr or "lossscale: healthy: 2 of 8" in done.stderr
+
+
+SPAWNED = """
+    import torch.multiprocessing as mp
+
+    def work(rank):
+        train(torch.amp.GradScaler("cpu"))
+
+    if __name__ == "__main__":
+        mp.spawn(work, nprocs=1)
+"""
+
+
+def test_processes_that_a_script_starts_are_not_recorded(tmp_path):
+    """They run as without the command, which says so."""
+    done, rows = _traced(_launched(), tmp_path, SPAWNED)
+    assert not rows
+    assert "no scaler was updated in this process" in done.stderr
 
 
 def test_a_forked_process_writes_its_own_rows(run, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ POLICY, CONVERT, CHECKPOINT = "policy check {}", "policy convert {}", "checkpoin
 SIMULATE, PLOT = "simulate dynamic {}", "plot {} -o p.png"
 TITLES = b"step,scale,overflowed\n"
 GOOD = TITLES + ROW
+LONG = TITLES + b"".join(b"%d,1,\n" % step for step in range(2**20 + 1))
 STREAK = b'kind = "dynamic"\ninit_scale = 1e36\nmax_scale = 1e37\nmax_overflow_streak = 2\n'
 FLOOD = json.dumps({"x" * 1_000_000: 1, **{f"key{n}": 1 for n in range(1000)}}).encode()
 ODD = b'{"scale": 8.0, "_growth_tracker": Infinity}'
@@ -55,6 +56,7 @@ REFUSED = [
     ("good.csv", CONVERT, GOOD, "JSON or TOML (.json, .toml)"),
     ("good.txt", SIMULATE, GOOD, "good.txt must be a .csv file"),
     ("good.txt", CHECKPOINT, GOOD, "good.txt must be a file in JSON (.json), or written by torch.save"),
+    ("long.csv", SIMULATE, LONG, "long.csv has more than 2**20 steps"),
     ("empty.csv", SIMULATE, b"", "empty.csv has no column step; it has nothing"),
     ("titles.csv", SIMULATE, TITLES, "titles.csv holds no steps"),
     ("short.csv", SIMULATE, TITLES + b"0,8.0\n", "row 2 is '0,8.0', but must hold 3 numbers"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import warnings
+from pathlib import Path
 
 import jax.numpy as jnp
 import keras
@@ -45,8 +46,9 @@ OTHERS = {
 @pytest.mark.parametrize(("policy", "message"), OTHERS.values(), ids=OTHERS)
 def test_another_policy_is_reported_field_by_field(take_over, policy, message):
     """Each setting that differs, with both values, and none that does not; the counts of steps continue."""
-    with pytest.warns(CheckpointWarning, match=message):
+    with pytest.warns(CheckpointWarning, match=message) as told:
         after = take_over(SAVED, policy)(1.0).saved
+    assert {Path(each.filename).parents[1].name for each in told} == {"tests"}  # the line that loads the state
     assert after["steps"] == 2
 
 

@@ -67,6 +67,7 @@ BAD_CONFIGS = [
     ({"growth_interval": 3}, r"no 'kind', but growth_interval; add kind = 'dynamic' \(known: none, fixed, dynamic"),
     ({"train_batch_size": 8, "fp16": {"enabled": True}}, f"no 'kind'.* {re.escape(FROM_TOOL)}"),
     ({"kind": "dynamic", "loss_scale_window": 1000}, re.escape(FROM_TOOL)),
+    ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
 ]
 
 

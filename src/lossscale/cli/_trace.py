@@ -52,7 +52,7 @@ def read_trace(path: Path) -> Trace:
     """Return the run of the first scaler in a CSV file; steps that a restarted run repeats count once.
 
     Raises:
-        UsageError: The file does not hold a row for each step.
+        UsageError: The file does not hold a row for each step, or has more than 2**20 steps.
         OSError: The file cannot be read.
     """
     if path.suffix.lower() != ".csv":
@@ -78,6 +78,8 @@ def read_trace(path: Path) -> Trace:
             while rows and rows[-_WIDTH] + _is_counted(rows[_APPLIED - _WIDTH], rows[_OVERFLOWED - _WIDTH]) > row[0]:
                 del rows[-_WIDTH:]
             rows.extend(row)
+            if len(rows) > _WIDTH * 2**20:
+                raise click.UsageError(f"{path} has more than 2**20 steps, which no run has; pass a part of it")
     step, scale, applied, overflowed, _, norm, largest, _ = np.array(rows).reshape(-1, _WIDTH).T
     if not np.any(_is_counted(applied, overflowed)):
         raise click.UsageError(f"{path} holds no steps; pass a trace with a row per step")
