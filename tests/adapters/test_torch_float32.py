@@ -266,6 +266,17 @@ def test_a_plan_says_what_to_do(name):
         assert scaler.update().applied
 
 
+def test_a_plan_of_nothing_and_of_one_block():
+    """A model that fits keeps nothing; one of several blocks is named itself, without a pattern."""
+    fits, overflows = (float32_plan(model, _loss_fn(model, x)) for model, x in (_net(1.0, 1.0), _net(1.0, 1e6)))
+    assert (fits.modules, fits.patterns, fits.note) == ((), (), "")
+    assert "\nkeep in float32: nothing\nafter: finite; " in str(fits)
+    assert repr(fits) == str(fits)
+    assert len(overflows.modules) == 1
+    assert overflows.patterns == overflows.modules
+    assert overflows.modules[0].startswith("blocks.1")
+
+
 def test_a_plan_fits_all_batches_and_changes_nothing(monkeypatch, capsys):
     """Of three batches one is quiet; gradients, buffers and random states stay; a terminal shows what is added."""
     torch.manual_seed(0)
