@@ -1,5 +1,7 @@
 """Likely mistakes with the TensorFlow wrappers: the error of each says what to do in one sentence."""
 
+from tests.adapters.tensorflow_devices import STRATEGY  # noqa: F401, I001  # the devices of all tests, before any is used
+
 import warnings
 
 import keras
