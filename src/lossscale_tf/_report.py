@@ -28,11 +28,8 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
     """
     if not tf.executing_eagerly():
         raise RuntimeError("overflow_report reads numbers, which a graph has not; call it outside of tf.function")
-    checked = [
-        (summed_values(grad), variable)
-        for grad, variable in require_pairs(grads_and_vars, "overflow_report")
-        if is_gradient(grad)
-    ]
+    pairs = require_pairs(grads_and_vars, "overflow_report")
+    checked = [(summed_values(grad), variable) for grad, variable in pairs if is_gradient(grad)]
     bad = [
         (getattr(variable, "path", variable.name), lifted(values).numpy())
         for values, variable in checked
