@@ -165,8 +165,7 @@ def _warn_of_auto(name: str, config: Mapping[str, Any]) -> None:
     if keys := [key for key, value in block.items() if isinstance(value, str) and value == "auto"]:
         warn_caller(
             f'{name}: {shown_names(keys)} of "auto" is taken for the default of {name}; a trainer may fill in another '
-            "value, so write the number",
-            packages=("lossscale",),
+            "value, so write the number"
         )
 
 

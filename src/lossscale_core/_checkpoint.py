@@ -19,11 +19,6 @@ from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyErro
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
-_PACKAGES = (
-    *("lossscale", *(f"lossscale_{each}" for each in ("core", "jax", "keras", "tf", "torch"))),
-    *("jax", "keras", "tensorflow"),
-)
-"""What may lie between the line that loads a state and these functions."""
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
@@ -104,7 +99,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
         notes.append(f"loss_scale was {shown_number(before)} and becomes {shown_number(float(scale))}")
     if notes:
         how = "the saved state is changed" if policy is None else "the state continues under another policy"
-        warn_caller(f"{how}: {'; '.join(notes)}", CheckpointWarning, packages=_PACKAGES)
+        warn_caller(f"{how}: {'; '.join(notes)}", CheckpointWarning)
     state: ScaleState[HostScalar] = start._replace(**fields)
     return state
 
@@ -127,7 +122,7 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
     numbers = saved.get("guard")
     if numbers is None:
         note = "the checkpoint has no state of a spike guard, so that the guard starts over with its warm-up"
-        warn_caller(note, CheckpointWarning, packages=_PACKAGES)
+        warn_caller(note, CheckpointWarning)
         return start
     return start._replace(**_restored(numbers, start, start._fields, "guard"))
 

@@ -5,11 +5,17 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 _LONGEST = 500
 _LONGEST_NAME = 100
 _MOST_NAMES = 12
+_LIBRARIES = (
+    *("lossscale", *(f"lossscale_{each}" for each in ("core", "jax", "keras", "tf", "torch"))),
+    *("jax", "keras", "tensorflow", "tf_keras", "torch"),
+)
+"""What may lie between a line of a user's program and the function that warns of it."""
 
 
 class _Short(reprlib.Repr):
@@ -131,16 +137,22 @@ def require_flag(grads_finite: Any, call: str) -> None:
         )
 
 
-def warn_caller(message: str, category: type[Warning] = UserWarning, *, packages: tuple[str, ...]) -> None:
-    """Warn at the line that called into a library, however many functions of the library are in between.
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's program, however many functions are between it and this one.
+
+    The functions of lossscale's packages, of the frameworks and of the package that calls this are looked past.
 
     Args:
         message: The text.
         category: The type of the warning.
-        packages: The top-level packages of the library and of the frameworks that call it.
     """
     # `warnings.warn` has `skip_file_prefixes` for this from Python 3.12 on.
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+    packages = (*_LIBRARIES, _package(frame))
+    while frame.f_back is not None and _package(frame) in packages:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

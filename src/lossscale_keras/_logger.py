@@ -1,12 +1,11 @@
 """The Keras callback that logs the loss scale in `fit`."""
 
 import math
-import warnings
 from typing import Any
 
 import keras
 
-from lossscale_core.adapters import BAD_LOSS, check_setting, log_event
+from lossscale_core.adapters import BAD_LOSS, check_setting, log_event, warn_caller
 from lossscale_keras._optimizer import LossScaleOptimizer
 
 
@@ -37,10 +36,9 @@ class LossScaleLogger(keras.callbacks.Callback):
         """Warn of an optimizer that is not this package's."""
         if not isinstance(self.model.optimizer, LossScaleOptimizer):
             name = type(self.model.optimizer).__name__
-            warnings.warn(
+            warn_caller(
                 f"LossScaleLogger logs nothing: the optimizer is {name}; compile with the LossScaleOptimizer of "
-                "lossscale_keras or lossscale_tf",
-                stacklevel=2,
+                "lossscale_keras or lossscale_tf"
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

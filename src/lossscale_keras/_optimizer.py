@@ -1,7 +1,6 @@
 """`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
 
 import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -178,7 +177,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Warn once of a step with a loss that was not scaled."""
         if not self._losses.has_warned and core.BaseScaling.of(self.policy).scales_losses:
             self._losses.has_warned = True
-            _warn_caller(
+            adapters.warn_caller(
                 "scale_loss was not called before this step, which divides the gradients by the loss scale all the "
                 "same; differentiate optimizer.scale_loss(loss)"
             )
@@ -413,7 +412,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         state = core.state_from_dict(saved, self.policy)
         self._assign(States(state, None if self.guard is None else adapters.guard_state_from_dict(saved)))
         if self.guard is None and saved.get("guard"):
-            _warn_caller("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning)
+            adapters.warn_caller("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning)
         self._last.assign(LastStep())
 
     def get_config(self) -> dict[str, Any]:
@@ -467,7 +466,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         saved = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118  # Keras's store is no mapping
         if "loss_scale" not in saved:
-            _warn_caller(
+            adapters.warn_caller(
                 "the file was saved without this wrapper, so that the loss scale starts over; to keep the inner "
                 "optimizer's variables, load them without the wrapper, and wrap the loaded optimizer",
                 CheckpointWarning,
@@ -493,11 +492,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if name in ("get_scaled_loss", "get_unscaled_gradients", "minimize", "compute_gradients"):
             hint = "; lossscale_tf.LossScaleOptimizer has it, and this class scale_loss and apply"
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{hint}")
-
-
-_warn_caller = functools.partial(
-    adapters.warn_caller, packages=("lossscale_tf", "lossscale_keras", "keras", "tensorflow")
-)
 
 
 def _where(flag: bool, yes: Any, no: Any) -> Any:

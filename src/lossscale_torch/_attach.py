@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossscale_core.adapters import warn_caller
 from lossscale_torch._gradients import is_dtensor, lifted
-from lossscale_torch._versions import not_compiled, warn
+from lossscale_torch._versions import not_compiled
 
 _INSTEAD: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", default=None)
 
@@ -60,7 +61,7 @@ def _warn_of_another_scaler(scaler: Any) -> None:
     """Warn once if a scaler has not scaled the loss of the running backward pass, as that of a copied layer."""
     if scaler._enabled and not (scaler._losses or scaler._has_warned):
         scaler._has_warned = True
-        warn(
+        warn_caller(
             "an attached loss takes its loss scale from a scaler that has scaled no loss since its last update(), so "
             "that its gradients may have another scale than the rest; pass the loss through scale() of the same "
             "scaler, and in a model that was loaded, or beside a new scaler, set attach=scaler.attach again"

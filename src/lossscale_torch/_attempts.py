@@ -8,13 +8,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from lossscale_core import BaseScaling
-from lossscale_core.adapters import check_setting, shown_number
+from lossscale_core.adapters import check_setting, shown_number, warn_caller
 from lossscale_core.errors import CallOrderError, RetriesExhaustedError
 from lossscale_torch._gradients import params_of
 from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._state import STEPPED, may_have_moved, read
 from lossscale_torch._step_info import StepInfo
-from lossscale_torch._versions import warn
 
 
 class Attempt:
@@ -169,4 +168,4 @@ def _give_up(attempt: Attempt, raise_at_end: bool) -> None:
     )
     if raise_at_end:
         raise RetriesExhaustedError(text)
-    warn(text)
+    warn_caller(text)

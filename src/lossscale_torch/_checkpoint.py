@@ -16,10 +16,9 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_names, shown_number
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_names, shown_number, warn_caller
 from lossscale_core.errors import CheckpointError, PolicyError
 from lossscale_torch._state import is_being_recorded
-from lossscale_torch._versions import warn
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _SETTINGS = _TORCHS_KEYS[1:4]
@@ -158,5 +157,5 @@ def _bounded(name: str, value: Any, low: float, high: float) -> float:
     """Return a loss scale within bounds; warn if it was beyond them."""
     within = min(max(float(value), low), high)
     if within != value:
-        warn(f"{name}={shown(value)} is beyond the bounds of the policy, and becomes {shown_number(within)}")
+        warn_caller(f"{name}={shown(value)} is beyond the bounds of the policy, and becomes {shown_number(within)}")
     return within

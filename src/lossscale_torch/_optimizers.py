@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossscale_core.adapters import warn_caller
 from lossscale_torch._gradients import moved
 from lossscale_torch._state import READY, combined
-from lossscale_torch._versions import warn
 
 _FUSED = "_step_supports_amp_scaling"
 _LEGACY = (
@@ -77,7 +77,7 @@ class Legacy:
     @staticmethod
     def take(scaler: Any, optimizer: Any, record: Any, args: Any, kwargs: Any) -> Any:
         """Step with the scaler as an argument."""
-        warn(_LEGACY, FutureWarning)
+        warn_caller(_LEGACY, FutureWarning)
         return optimizer.step(*args, **kwargs, grad_scaler=scaler)
 
 
@@ -117,7 +117,7 @@ def _kind_of_container(optimizer: Any) -> type[Plain] | type[Fused]:
     if kinds == {Fused} and all(holders(each) == [each] for each in held):
         return Fused
     if not kinds <= {Plain}:
-        warn(
+        warn_caller(
             f"{type(optimizer).__name__} holds fused optimizers beside ordinary ones, or in a container; it is stepped "
             "as an ordinary optimizer, which waits for the device once; give it fused optimizers only"
         )

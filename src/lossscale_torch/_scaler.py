@@ -26,7 +26,7 @@ from lossscale_core import (
     diagnose,
     metrics,
 )
-from lossscale_core.adapters import BAD_LOSS, check_setting, explain_arguments, shown, tree
+from lossscale_core.adapters import BAD_LOSS, check_setting, explain_arguments, shown, tree, warn_caller
 from lossscale_core.errors import CallOrderError
 from lossscale_torch import _state
 from lossscale_torch._attach import Attach
@@ -43,7 +43,7 @@ from lossscale_torch._optimizers import Plain, kind_of, require_optimizer
 from lossscale_torch._placement import PlacedScaler
 from lossscale_torch._state import READY, STEPPED, UNSCALED, OnDevice
 from lossscale_torch._step_info import StepInfo
-from lossscale_torch._versions import not_compiled, warn
+from lossscale_torch._versions import not_compiled
 from lossscale_torch._watch import Watch
 from lossscale_torch.hooks import Guard, Hook, Protect, SameOnRanks, require_hooks, total_norm
 
@@ -412,7 +412,7 @@ class GradScaler(PlacedScaler):
             self._check_scale_growth_tracker(caller)
         if not (self._losses or self._has_warned or self.last_step.by_optimizer is None):
             self._has_warned = True
-            warn(
+            warn_caller(
                 "no loss was scaled since the last update(), so that gradients may be divided by a scale that their "
                 "loss was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called "
                 "after each of several optimizers that share a loss, make the scaler with updates_per_step=2, their "
@@ -711,6 +711,8 @@ def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:
     if enabled and str(device) == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
         turned_off = ", ".join(f"{name}=" for name in options)
         hint = f"  This turns {turned_off} off, too; pass the device that computes, as in GradScaler('cpu')"
-        warn(f"torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.{hint if options else ''}")
+        warn_caller(
+            f"torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.{hint if options else ''}"
+        )
         return False
     return enabled

@@ -10,14 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from lossscale_core.adapters import warn_caller
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line that called into this package; `lossscale` has the scaler of the command."""
-    warn_caller(message, category, packages=("lossscale", "lossscale_core", "lossscale_torch", "torch"))
 
 
 def not_compiled(function: _Function) -> _Function:

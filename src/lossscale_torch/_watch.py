@@ -6,11 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from lossscale_core import BaseScaling, ScaleWatch
-from lossscale_core.adapters import BAD_LOSS, check_overflow_streak, log_event, shown_number
+from lossscale_core.adapters import BAD_LOSS, check_overflow_streak, log_event, shown_number, warn_caller
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import params_of
 from lossscale_torch._step_info import StepInfo
-from lossscale_torch._versions import warn
 from lossscale_torch.hooks import Hook
 
 _EVERY = 32  # checking the state on the host takes about as long as its update
@@ -44,7 +43,7 @@ class Watch(Hook):
         self._is_new = False
         scales = BaseScaling.of(scaler.policy).scales_losses  # otherwise nothing is lost
         if scales and record["found_inf_per_device"] and _has_stepped(optimizer):
-            warn(
+            warn_caller(
                 f"the optimizer has taken steps before, but its scaler starts over with a loss scale of "
                 f"{shown_number(scaler._init_scale)}; make one scaler for all steps, before the loop, and to continue "
                 "from a checkpoint save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
@@ -110,7 +109,7 @@ def _warn_of_gradient_hooks(records: Iterable[Any]) -> None:
     params = [param for each in records if "optimizer" in each for param in params_of(each["optimizer"])]
     names = "_post_accumulate_grad_hooks", "_in_backward_optimizers"
     if any(getattr(param, name, None) for param in params for name in names):
-        warn(
+        warn_caller(
             "the loss was scaled and step() found no gradients, but parameters have gradient hooks: an optimizer that "
             "steps in such a hook applies scaled gradients; let scaler.step() step it, or make the scaler with "
             "enabled=False"

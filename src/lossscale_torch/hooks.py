@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lossscale_core import GuardState, SpikeGuard
-from lossscale_core.adapters import check_guard, check_spike_streak, guard_state_from_dict, shown
+from lossscale_core.adapters import check_guard, check_spike_streak, guard_state_from_dict, shown, warn_caller
 from lossscale_torch._gradients import Gradients, moved
 from lossscale_torch._optimizers import Plain, kind_of
 from lossscale_torch._ranks import groups_of, reduce_max, require_group, require_member, require_same_on_ranks
@@ -29,7 +29,7 @@ from lossscale_torch._state import (
     unrecorded,
 )
 from lossscale_torch._step_info import StepInfo
-from lossscale_torch._versions import not_compiled, warn
+from lossscale_torch._versions import not_compiled
 
 __all__ = ["Guard", "Hook", "Protect", "SameOnRanks"]
 
@@ -267,7 +267,7 @@ class Protect(Hook):
 
     def __reduce__(self) -> Any:
         if self._handles:
-            warn(
+            warn_caller(
                 "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the "
                 "state_dict() of this one",
             )

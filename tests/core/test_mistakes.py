@@ -28,8 +28,8 @@ from lossscale_core import (
     state_to_dict,
     step_info,
 )
-from lossscale_core.adapters import check_guard, check_setting, guard_state_from_dict
-from lossscale_core.errors import CheckpointError, PolicyError
+from lossscale_core.adapters import check_guard, check_setting, guard_state_from_dict, warn_caller
+from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 from lossscale_core.testing import simulate, simulate_gradients
 
 POLICY = DynamicScaling()
@@ -182,3 +182,13 @@ def test_the_dict_of_another_tool_is_sent_to_state_from_tool(restore):
     assert message.startswith("the saved state has no version, but scale, growth_factor, backoff_factor, ")
     assert "if another tool such as torch saved it, lossscale.state_from_tool('torch', saved)" in message
     assert state_from_tool("torch", TORCHS).growth_tracker == 7
+
+
+@pytest.mark.parametrize("package", ["an_adapter.loops", "lossscale_torch.hooks", "tensorflow.python.framework.ops"])
+def test_a_warning_points_at_the_line_of_the_program(package):
+    """Functions of a library between the program and the one that warns are looked past, of an own adapter, too."""
+    library = {"__name__": package, "warn_caller": warn_caller, "CheckpointWarning": CheckpointWarning}
+    exec("def restore(): load()\ndef load(): warn_caller('The scale starts over', CheckpointWarning)", library)
+    with pytest.warns(CheckpointWarning, match="^The scale starts over$") as caught:
+        library["restore"]()
+    assert caught[0].filename == __file__

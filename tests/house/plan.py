@@ -45,7 +45,7 @@ PLAN = {
         __init__
     """,
     "lossscale_tf": """
-        _documented _state _verbs _warning
+        _documented _state _verbs
         _marks _report
         keras v1
         __init__
@@ -162,9 +162,9 @@ TESTS = {
     """,
     "lossscale_tf": """
         _documented: mistakes promises_keras promises_v1 other_tools
-        _warning: mistakes promises_keras promises_v1
         _marks: last_loss promises_keras promises_v1
-        _state _verbs: verbs conformance/backends@tensorflow
+        _state: mistakes promises_keras promises_v1 verbs
+        _verbs: verbs conformance/backends@tensorflow
         _report: mistakes verbs
         __init__: imports
         *: watch

@@ -30,15 +30,15 @@ sys.path.insert(0, str(ROOT))
 
 from tests.house.plan import TESTS, own_tests  # noqa: E402
 
+BACKENDS = ["tensorflow", "jax", "torch"]
 IMPORTS = {  # what the tests of a package import, and a worker has imported before it forks
     "lossscale": ["numpy", "click", "torch"],
     "lossscale_core": ["numpy", "array_api_strict", "hypothesis"],
     "lossscale_torch": ["torch", "hypothesis"],
     "lossscale_jax": ["jax", "optax", "hypothesis"],
-    "lossscale_keras": ["tensorflow", "jax", "torch"],  # not Keras, which chooses its backend when it is imported
+    "lossscale_keras": BACKENDS,  # not Keras, which chooses its backend when it is imported
     "lossscale_tf": ["tensorflow", "keras", "tf_keras", "hypothesis"],
 }
-BACKENDS = {"lossscale_keras": ["tensorflow", "jax", "torch"]}
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 SHORT = 30  # characters
 OUTCOMES = ["killed", "endless", "survived", "equivalent", "broken"]
@@ -51,13 +51,13 @@ def stages(package, module, is_own):
     tables = [] if is_own else [own_tests(each) for each in TESTS if each.split(".")[0] == package.split(".")[0]]
     more = {each for table in tables for files in table.values() for each in files} - {*own}
     for files in (own, sorted(more)):
-        by_word = collections.defaultdict(list)
+        runs = collections.defaultdict(list)
         for each in files:
             name, _, word = each.partition("@")
-            by_word[word].append(f"tests/{name.replace('/', '/test_')}.py")
-        for word, paths in by_word.items():
-            for backend in BACKENDS.get(package, ["tensorflow"]):
-                yield backend, word, *paths
+            is_for_all = package == "lossscale_keras" and "/tensorflow_" not in name
+            for backend in BACKENDS if is_for_all else BACKENDS[:1]:
+                runs[backend, word].append(f"tests/{name.replace('/', '/test_')}.py")
+        yield from ((*kind, *paths) for kind, paths in runs.items())
 
 
 class Mutant:

@@ -6,10 +6,9 @@ import keras
 import tensorflow as tf
 
 from lossscale_core import ScalingPolicy
-from lossscale_core.adapters import require_pairs, shown
+from lossscale_core.adapters import require_pairs, shown, warn_caller
 from lossscale_tf._documented import documented_policy, policy_of, require_policy_or_number
 from lossscale_tf._verbs import Gradient, as_tensor
-from lossscale_tf._warning import warn_caller
 from lossscale_tf.keras._inner import require_no_session
 
 _DEFAULTS = {"loss_scale": "dynamic", "dynamic": None, "initial_scale": None, "dynamic_growth_steps": None}

@@ -9,12 +9,12 @@ import tensorflow as tf
 
 import lossscale_keras
 from lossscale_core import BaseScaling, ScaleState, SpikeGuard
-from lossscale_core.adapters import shown
+from lossscale_core.adapters import shown, warn_caller
 from lossscale_core.errors import CallOrderError
 from lossscale_tf._documented import require_no_base_arguments
 from lossscale_tf._marks import mark_gradient, mark_of, origins
+from lossscale_tf._state import warn_if_resumed
 from lossscale_tf._verbs import Gradient, Tree, is_gradient, is_overwritten, scale_by, times, unconverted, unscale_by
-from lossscale_tf._warning import warn_caller, warn_if_resumed
 from lossscale_tf.keras._arguments import (
     are_summed,
     keras_pairs,

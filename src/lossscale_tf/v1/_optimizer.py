@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from lossscale_core import ScaleState, ScalingPolicy, StepInfo, diagnose, metrics, state_from_dict, state_to_dict
-from lossscale_core.adapters import check_overflow_streak, require_pairs, shown
+from lossscale_core.adapters import check_overflow_streak, require_pairs, shown, warn_caller
 from lossscale_tf._documented import policy_of, require_policy_or_number, scales_already
 from lossscale_tf._marks import mark_gradient, origins
+from lossscale_tf._state import warn_if_resumed
 from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
-from lossscale_tf._warning import warn_caller, warn_if_resumed
 from lossscale_tf.v1._step import Step, merges_replicas
 
 _Optimizer: Any = tf.compat.v1.train.Optimizer
