@@ -39,12 +39,12 @@ def test_what_is_not_a_loss_is_named():
 
 
 def test_select_takes_keys_and_functions():
-    """Of random numbers, and of a model; what is not an array stays."""
-    new, old = ({"key": jax.random.key(seed), "activation": jax.nn.relu} for seed in (1, 0))
+    """Of random numbers, and of a model; what is not an array stays, also where the old one is an equal copy."""
+    new, old = ({"key": jax.random.key(seed), "activation": jax.nn.relu, "name": str(0.1)} for seed in (1, 0))
     for flag in (np.True_, jnp.asarray(True), jnp.asarray(False)):
         chosen = select(flag, new, old)
         assert (jax.random.key_data(chosen["key"]) == jax.random.key_data((new if flag else old)["key"])).all()
-        assert chosen["activation"] is jax.nn.relu
+        assert (chosen["activation"], chosen["name"]) == (jax.nn.relu, "0.1")
 
 
 @pytest.mark.parametrize(

@@ -99,14 +99,22 @@ def places(source):
     return [(operator, number) for operator, count in zip(OPERATORS, counts, strict=True) for number in range(count)]
 
 
+class _WithoutOverloads(ast.NodeTransformer):
+    def visit_FunctionDef(self, node):
+        return None if any("overload" in ast.unparse(each) for each in node.decorator_list) else node
+
+
 def meaning(source):
-    """Return the bytecode of a source without positions, so that two spellings of one program are equal."""
+    """Return the bytecode of a source without positions, so that two spellings of one program are equal.
+
+    An overload is a type for checkers; its defaults and its body are never read.
+    """
 
     def of(code):
         constants = [of(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts]
         return code.co_code, code.co_names, code.co_varnames, code.co_exceptiontable, *constants
 
-    return of(compile(ast.parse(source), "", "exec"))
+    return of(compile(_WithoutOverloads().visit(ast.parse(source)), "", "exec"))
 
 
 __all__ = ["meaning", "mutate_code", "places"]
