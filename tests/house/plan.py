@@ -152,9 +152,10 @@ TESTS = {
         *: distributed other_tools around
     """,
     "lossscale_keras": """
-        _backend _step _optimizer: steps last_loss fit saving
-        _losses: last_loss steps
-        _replicas: adapters/tensorflow_fit fit
+        _backend _optimizer: steps last_loss fit saving adapters/tensorflow_last_loss adapters/tensorflow_fit
+        _step: steps last_loss fit saving adapters/tensorflow_fit
+        _losses: last_loss steps adapters/tensorflow_last_loss
+        _replicas: adapters/tensorflow_fit adapters/tensorflow_last_loss
         _report _verbs: steps conformance/backends@keras
         _logger: fit adapters/tensorflow_watch
         __init__: steps

@@ -57,6 +57,7 @@ def _in_child(module, stage, options, failures, output):
         backend, word, *files = stage
         os.environ["KERAS_BACKEND"] = backend
         importlib.import_module(module)
+        assert "keras" not in sys.modules or sys.modules["keras"].backend.backend() == backend
         options = [
             *options,
             "-q",
@@ -128,6 +129,9 @@ def main():
     imports, *options = sys.argv[1:]
     for framework in imports.split(","):
         importlib.import_module(framework)
+    if "keras" not in imports.split(","):  # TensorFlow has imported it all the same, and it has chosen its backend
+        for name in [each for each in sys.modules if each.partition(".")[0] == "keras"]:
+            del sys.modules[name]
     for line in sys.stdin:
         job = json.loads(line)
         print(json.dumps(outcome(job, copy / job["path"], limits, options)), flush=True)
