@@ -14,7 +14,7 @@ from lossscale_core.errors import CallOrderError
 from tests.adapters.keras_loops import BACKEND, EACH_WRAPPER, LossScaleOptimizer, value_of
 from tests.sweeping import few_examples
 
-GROWS = DynamicScaling(init_scale=8.0, growth_interval=1)
+GROWS = DynamicScaling(init_scale=0.25, min_scale=0.25, growth_interval=1)
 pytestmark = pytest.mark.filterwarnings("error:scale_loss")  # right loops are silent
 
 
@@ -144,18 +144,19 @@ def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
         weights, state = carry
     assert [float(each) for each in weights] == [-12.0, -20.0]
     is_scale = [each is two.optimizer.dynamic_scale for each in two.optimizer.variables]
-    assert float(state[is_scale.index(True)]) == 128.0
+    assert float(state[is_scale.index(True)]) == 4.0
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
 def test_eager_steps_with_gradients_of_a_pure_function():
-    """The last eager loss is not theirs: they are divided by the present scale."""
+    """The last eager loss is not theirs, nor its scale: they are divided by the present one."""
     import jax
 
     two = Two()
     gradients = jax.jit(two.gradients)
     for _ in range(3):
         two.scaled(7.0)
+        two.optimizer.dynamic_scale.assign(64.0)
         for weight in (0, 1):
             values = ([each.value for each in variables] for variables in (two.weights, two.optimizer.variables))
             two.apply([gradients(*values)[weight]], weight)

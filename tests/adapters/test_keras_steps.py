@@ -9,7 +9,7 @@ import pytest
 
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import OverflowStreakError, PolicyError
-from lossscale_keras import LossScaleOptimizer, overflow_report
+from lossscale_keras import LossScaleOptimizer, all_finite, overflow_report
 from tests.adapters.keras_loops import BACKEND, WRAPPERS, apply, apply_scaled, assert_same, value_of, values_of
 from tests.sweeping import seeds
 
@@ -81,7 +81,7 @@ def test_clipping_is_that_of_two_passes(is_inner, dtype, size):
     variables = _variables((3,), (2, 2), dtype=dtype)
     inner = keras.optimizers.SGD(1.0, global_clipnorm=2.0 if is_inner else None)
     scale = 2.0**10 if size == 1e30 else 2.0**16
-    optimizer = LossScaleOptimizer(inner, scale, global_clipnorm=None if is_inner else 2.0)
+    optimizer = LossScaleOptimizer(inner, scale, global_clipnorm=None if is_inner else 2.0, guard=SpikeGuard())
     assert (inner.global_clipnorm, optimizer.global_clipnorm) == (None, 2.0)
     apply(optimizer, variables, [grad * np.array(scale, dtype) for grad in grads])
     for variable, grad in zip(variables, grads, strict=True):
@@ -226,7 +226,8 @@ def test_limits_end_an_eager_loop():
 def test_bad_arguments_are_named():
     """With the value, the rule and what to do; a misspelt argument by the nearest, one of Keras's wrapper by ours."""
     sgd = keras.optimizers.SGD
-    wrapped = LossScaleOptimizer(sgd())
+    wrapped, built = LossScaleOptimizer(sgd()), LossScaleOptimizer(sgd())
+    built.build(_variables((3,), (2,)))
     for error, words, make in (
         (TypeError, "is not a Keras optimizer; pass one", lambda: LossScaleOptimizer("sgd")),
         (TypeError, "wrap it once", lambda: LossScaleOptimizer(LossScaleOptimizer(sgd()))),
@@ -248,11 +249,12 @@ def test_bad_arguments_are_named():
         (PolicyError, "'dynamo'", lambda: LossScaleOptimizer(sgd(), "dynamo")),
         (AttributeError, "'get_scaled_loss'; lossscale_tf.LossScaleOptimizer has it", lambda: wrapped.get_scaled_loss),
         (AttributeError, "has no attribute 'momentum'$", lambda: wrapped.momentum),
+        (ValueError, r"call optimizer\.build", lambda: LossScaleOptimizer(sgd()).stateless_apply([], [], [])),
+        (ValueError, "1 gradients came for 2 variables", lambda: built.stateless_apply([], [keras.ops.ones(3)], [])),
+        (TypeError, "'a' is not an array; pass arrays or None", lambda: all_finite(["a"])),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             make()
-    with pytest.raises(ValueError, match=r"call optimizer\.build"):
-        LossScaleOptimizer(sgd()).stateless_apply([], [], [])
 
 
 def test_an_overflow_report_names_the_variable():

@@ -1,6 +1,7 @@
 """Gradients belong to the last loss that was scaled, or to the one that the caller names.
 
 The scale grows after each step, so that gradients divided by a scale of another step would be found by a factor of two.
+It begins below 1, since no rule may take 1 for the smallest scale.
 """
 
 from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY, compiled, eager, traced  # noqa: I001
@@ -21,7 +22,7 @@ from lossscale_core.errors import CallOrderError
 from lossscale_tf import LossScaleOptimizer
 from tests.sweeping import few_examples
 
-GROWS = DynamicScaling(init_scale=8.0, growth_interval=1)
+GROWS = DynamicScaling(init_scale=0.25, min_scale=0.25, growth_interval=1)
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # right loops are silent
 
 
@@ -399,6 +400,8 @@ def test_replicas_with_two_losses():
     with pytest.warns(UserWarning, match="get_scaled_loss and get_unscaled_gradients not called"):
         traced(lambda: STRATEGY.run(lambda: two.apply([tf.constant(1.0)], 0)))()
     assert two.optimizer.steps_with_missing_calls == 1  # a step of all replicas counts once
+    with STRATEGY.scope(), pytest.raises(ValueError, match=r"call this inside strategy\.run"):
+        two.optimizer.apply([tf.constant(1.0)], two.weights[:1])
 
 
 @EACH_MODE
@@ -523,3 +526,13 @@ def test_the_call_that_scaled_last_decides_in_whatever_order_functions_were_trac
         two.apply(grads(), 0)
         two.went(step)
         evaluate()
+
+
+def test_a_function_that_was_traced_and_has_not_run_yet():
+    """The present scale is that of scaled gradients then, and unscaled ones are applied as they are."""
+    two = Two()
+    grads = traced(lambda: two.scaled(0, 1.0, "scale_loss"))
+    grads.get_concrete_function()
+    two.optimizer.apply([3.0 * two.optimizer.loss_scale], two.weights[:1])
+    two.apply([tf.constant(2.0)], 0)
+    two.went(5.0)

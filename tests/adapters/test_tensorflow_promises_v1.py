@@ -102,6 +102,14 @@ def test_promises_004_006_015_dtypes(world, dtype):
     world.run(lambda: optimizer.apply_gradients(pairs))
 
 
+@pytest.mark.parametrize(("dtype", "size", "is_applied"), [("float32", 2e38, False), ("float64", 1e300, True)])
+def test_a_scale_below_1(world, dtype, size, is_applied):
+    """Its division may make a gradient infinite in its dtype, which skips the step."""
+    variable, optimizer = tf.Variable(0.0, dtype=dtype), _sgd(0.25, rate=1.0)
+    world.run(lambda: optimizer.minimize(world.loss(lambda: variable * 4.0 * size), var_list=[variable]))
+    assert world.value(variable) == -4.0 * size * is_applied
+
+
 def test_promises_007_009_013_047_the_documents_example(world):
     """`FixedLossScaleManager(5000)` and Adam; gradients may be clipped between the two calls, as an iterator, too."""
     variable, clipped = tf.Variable(1.0), tf.Variable([3.0, 4.0])

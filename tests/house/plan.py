@@ -152,10 +152,10 @@ TESTS = {
         *: distributed other_tools around
     """,
     "lossscale_keras": """
-        _backend _optimizer: steps last_loss fit saving adapters/tensorflow_last_loss adapters/tensorflow_fit
-        _step: steps last_loss fit saving adapters/tensorflow_fit
-        _losses: last_loss steps adapters/tensorflow_last_loss
-        _replicas: adapters/tensorflow_fit adapters/tensorflow_last_loss
+        _backend: steps last_loss adapters/tensorflow_last_loss adapters/tensorflow_fit
+        _step _optimizer: steps last_loss saving fit adapters/tensorflow_fit
+        _losses: adapters/tensorflow_last_loss last_loss steps
+        _replicas: adapters/tensorflow_last_loss adapters/tensorflow_fit last_loss
         _report _verbs: steps conformance/backends@keras
         _logger: fit adapters/tensorflow_watch
         __init__: steps
@@ -165,7 +165,7 @@ TESTS = {
         _documented: mistakes promises_keras promises_v1 other_tools
         _marks: last_loss promises_keras promises_v1
         _state: mistakes promises_keras promises_v1 verbs
-        _verbs: verbs conformance/backends@tensorflow
+        _verbs: verbs promises_v1 conformance/backends@tensorflow
         _report: mistakes verbs
         __init__: imports
         *: watch
