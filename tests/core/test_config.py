@@ -68,6 +68,8 @@ BAD_CONFIGS = [
     ({"train_batch_size": 8, "fp16": {"enabled": True}}, f"no 'kind'.* {re.escape(FROM_TOOL)}"),
     ({"kind": "dynamic", "loss_scale_window": 1000}, re.escape(FROM_TOOL)),
     ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
+    ({"a": {"b": {"c": {"kind": "dynamic"}}}}, r"in the table 'a\.b\.c'"),
+    ({"a": {"b": {"c": {"d": {"kind": "dynamic"}}}}}, "no 'kind', but a; add kind = 'dynamic'"),  # nor deeper still
 ]
 
 
