@@ -1,6 +1,7 @@
 """A policy of the user's own is accepted like the library's policies, without a change elsewhere."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 
@@ -57,16 +58,26 @@ def test_a_kind_belongs_to_one_policy():
         type("Mine", (BaseScaling,), {"kind": "dynamic"})
 
 
+class Registered:
+    """A class of a user that keeps a list of those derived from it."""
+
+    names: ClassVar = []
+
+    def __init_subclass__(cls):
+        cls.names.append(cls.__name__)
+
+
 def test_a_subclass_without_a_kind_has_no_config():
-    """Its rule may be another than that of the class it derives from."""
+    """Its rule may be another than that of the class it derives from; a second base class hears of it."""
 
     @dataclasses.dataclass(frozen=True)
-    class Eager(DynamicScaling):
+    class Eager(DynamicScaling, Registered):
         pass
 
     assert as_policy(policy_to_dict(DynamicScaling())) == DynamicScaling()
     with pytest.raises(PolicyError, match="has no config"):
         policy_to_dict(Eager())
+    assert Registered.names == ["Eager"]
 
 
 def test_a_setting_is_a_number_or_a_flag():

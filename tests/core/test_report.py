@@ -55,6 +55,7 @@ DIAGNOSES = [
     (MEGATRONS, "7F 50T 2F 5T", "healthy.*"),
     (UNBOUNDED, "20F 300T", "skipping too often: .* has fallen to 0.0625.*"),
     (DynamicScaling(), "20000T " + "1T 1F " * 400, "skipping too often.*"),  # at the floor
+    (DynamicScaling(init_scale=32.0), "100T 4F 1T 1F", "skipping too often: 5 of 106 .*"),  # at the floor again
     (DynamicScaling(min_scale=0.1), "40F", "stuck at min_scale.*"),  # a bound that float32 does not hold
     (
         DynamicScaling(),
