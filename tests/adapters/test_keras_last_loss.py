@@ -123,7 +123,10 @@ def test_a_loss_by_name_is_one_that_was_scaled_and_is_scaled_once(wrapper):
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
 @pytest.mark.parametrize("as_scan", [False, True])
 def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
-    """jit(gradients), then jit(apply); and a scan over whole steps, with a loss that was scaled eagerly before."""
+    """jit(gradients), then jit(apply); and a scan over whole steps, with a loss that was scaled eagerly before.
+
+    Eagerly a step divides by the scale of its loss again.
+    """
     import jax
 
     two = Two()
@@ -138,13 +141,17 @@ def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
         (weights, state), _ = jax.lax.scan(step, carry, None, length=4)
     else:
         gradients, apply = jax.jit(two.gradients), jax.jit(two.optimizer.stateless_apply)
-        for _ in range(4):
+        for each in (apply, apply, two.optimizer.stateless_apply, jax.jit(two.optimizer.stateless_apply)):
             weights, state = carry
-            carry = apply(state, gradients(weights, state), weights)
+            carry = each(state, gradients(weights, state), weights)
         weights, state = carry
     assert [float(each) for each in weights] == [-12.0, -20.0]
     is_scale = [each is two.optimizer.dynamic_scale for each in two.optimizer.variables]
     assert float(state[is_scale.index(True)]) == 4.0
+    grads, _ = two.scaled(3.0)
+    two.optimizer.dynamic_scale.assign(64.0)
+    two.apply(grads, 0)
+    two.went(3.0)
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")

@@ -317,6 +317,8 @@ def test_a_step_whose_loss_was_not_scaled():
             optimizer.apply([keras.ops.ones(3)])
         assert [each.filename for each in caught] == [__file__]
         optimizer.apply([keras.ops.ones(3)])
+    with pytest.warns(UserWarning, match="scale_loss was not called"):
+        apply(LossScaleOptimizer(keras.optimizers.SGD(0.1)), _variables(), [np.ones(3, np.float32)])
     for wrapper in WRAPPERS:  # there is nothing to warn of
         wrapper(keras.optimizers.SGD(0.1), "none").apply([keras.ops.ones(3)], _variables())
 

@@ -87,9 +87,33 @@ def _some_gradients_are_processed(two):
 
 
 def _computed_gradients_are_processed(two):
-    two.apply(two.scaled(0, 8.0, "scale_loss"), 0)
-    grads = two.optimizer.get_gradients(lambda: two.weights[1] * 5.0, two.weights[1:])
-    two.apply([1.0 * grads[0]], 1)
+    def computed(gradient):
+        (grad,) = two.optimizer.get_gradients(lambda: two.weights[1] * gradient, two.weights[1:])
+        return [1.0 * grad]
+
+    two.apply(computed(1.0), 1)
+    two.apply(two.scaled(0, 5.0, "scale_loss"), 0)
+    two.apply(computed(2.0), 1)
+    grads = computed(2.0)
+    first = two.scaled(0, 3.0)
+    two.apply(grads, 1)
+    two.unscale_and_apply(first, 0)
+
+
+def _computed_gradients_are_given_up(two):
+    two.optimizer.get_gradients(lambda: two.weights[1] * 7.0, two.weights[1:])
+    with tf.GradientTape() as tape:
+        loss = two.optimizer.scale_loss(two.weights[0] * 8.0 + two.weights[1] * 5.0)
+    for weight, grad in enumerate(tape.gradient(loss, two.weights)):
+        two.apply([grad], weight)
+
+
+def _the_sum_over_a_loop_of_the_graph(two):
+    def micro_batch(count, total):
+        return count + 1, total + two.scaled(0, 4.0)[0]
+
+    two.unscale_and_apply(tf.while_loop(lambda count, _: count < 2, micro_batch, (0, tf.constant(0.0)))[1:], 0)
+    two.minimize(1, 5.0)
 
 
 def _unscaled_for_their_norm_alone(two):
@@ -145,6 +169,8 @@ def _keras_entry_divides_scaled_gradients_alone(two):
         _steps_in_a_loop_of_the_graph,
         _some_gradients_are_processed,
         _computed_gradients_are_processed,
+        _computed_gradients_are_given_up,
+        _the_sum_over_a_loop_of_the_graph,
         _unscaled_for_their_norm_alone,
         _unscaled_in_a_branch,
         _applied_in_either_branch,
@@ -323,6 +349,44 @@ def test_gradients_are_accumulated(mode, each):
     two.went(30.0)
 
 
+def test_functions_within_functions():
+    """One that is traced within a caller serves others, too."""
+    two = Two()
+    scaled, unscale = traced(lambda: two.scaled(0, 1.0)), traced(two.unscale)
+    apply = traced(lambda grads: two.apply(grads, 0))
+    step = lambda: apply(unscale(scaled()))  # noqa: E731
+    for each in (traced(step), traced(step), step):
+        each()
+    two.went(3.0)
+
+
+def test_unscaled_gradients_that_wait_for_the_step_of_another_loss():
+    """In a function that has not unscaled its own loss yet."""
+    two = Two()
+
+    @traced
+    def step(grads):
+        own = two.scaled(1, 5.0)
+        two.apply(grads, 0)
+        two.unscale_and_apply(own, 1)
+
+    for _ in range(2):
+        step([2.0 * grad for grad in two.unscale(two.scaled(0, 1.5))])
+    two.went(6.0, 10.0)
+
+
+def test_unscaled_gradients_that_wait_for_an_earlier_loss():
+    """They may be another loss's that nothing has unscaled, which cannot be told: a warning, and no refusal."""
+    two = Two()
+    with tf.GradientTape() as tape:
+        earlier = two.optimizer.get_scaled_loss(two.weights[0] * 2.0)
+    grads, (waiting,) = tape.gradient(earlier, two.weights[:1]), two.unscale(two.scaled(0, 3.0))
+    two.optimizer.apply(grads, two.weights[:1], loss=earlier)
+    with pytest.warns(UserWarning, match=f"^{UNSCALED} not called"):
+        two.apply([1.0 * waiting], 0)
+    assert float(two.weights[0]) == -5.0
+
+
 def test_two_threads():
     """Each thread's gradient is unscaled by the scale that it used, whatever the other does in between."""
     two, (first, second) = Two(), (ThreadPoolExecutor(1) for _ in range(2))
@@ -451,9 +515,25 @@ def _of_a_function(two, _):
 
 
 def _unscaled_between_right_steps(two, mode):
-    right = mode(lambda: two.unscale_and_apply(two.scaled(0, 0.0), 0))
+    right = mode(lambda: (two.minimize(0, 0.0), two.unscale_and_apply(two.scaled(0, 0.0), 0), two.minimize(0, 0.0)))
     unscaled = mode(lambda: two.apply([tf.constant(2.0)], 0))
     return lambda: (right(), unscaled(), right())
+
+
+def _unscaled_beside_a_function(two, mode):
+    scaled, unscaled = traced(lambda: two.scaled(0, 7.0)), mode(lambda: two.apply([tf.constant(2.0)], 0))
+    return lambda: (scaled(), unscaled())
+
+
+def _applied_twice(two):
+    grads = two.unscale(two.scaled(0, 1.0))
+    for _ in range(2):
+        two.apply(grads, 0)
+
+
+def _applied_twice_in_a_branch(two):
+    step = lambda: _applied_twice(two)  # noqa: E731
+    tf.cond(two.weights[0] <= 0.0, step, step)
 
 
 SCALED = "get_scaled_loss"
@@ -469,6 +549,9 @@ MISSING = {
     "divided by that of scale_state": (UNSCALED, _divided_by(lambda optimizer: optimizer.scale_state.loss_scale)),
     "divided by what was read before the step": (UNSCALED, _read_before_the_step),
     "divided outside of a function": (UNSCALED, _of_a_function),
+    "unscaled beside a function": (UNSCALED, _unscaled_beside_a_function),
+    "applied twice": (SCALED, _within(_applied_twice)),
+    "applied twice in a branch": (SCALED, _within(_applied_twice_in_a_branch)),
     "neither": (f"{SCALED} and {UNSCALED}", _unscaled_between_right_steps),
 }
 
