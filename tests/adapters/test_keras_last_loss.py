@@ -50,9 +50,10 @@ class Two:
         assert [float(value_of(each)) for each in self.weights] == [-first, -second]
 
 
+@EACH_WRAPPER
 @few_examples
 @given(
-    st.lists(
+    program=st.lists(
         st.one_of(
             st.tuples(st.just("scale"), st.integers(0, 1), st.sampled_from([1.0, 2.0, -3.0])),
             st.tuples(st.just("apply the last")),
@@ -61,9 +62,9 @@ class Two:
         max_size=12,
     )
 )
-def test_any_order_of_calls(program):
+def test_any_order_of_calls(wrapper, program):
     """Losses are applied, given up, and applied later by name."""
-    two, scaled, right, last = Two(), [], [0.0, 0.0], None
+    two, scaled, right, last = Two(wrapper), [], [0.0, 0.0], None
     for call, *arguments in program:
         if call == "scale":
             weight, gradient = arguments

@@ -14,13 +14,10 @@ from contextlib import nullcontext
 import keras
 import pytest
 import tensorflow as tf
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling
 from lossscale_core.errors import CallOrderError
 from lossscale_tf import LossScaleOptimizer
-from tests.sweeping import few_examples
 
 GROWS = DynamicScaling(init_scale=0.25, min_scale=0.25, growth_interval=1)
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # right loops are silent
@@ -108,6 +105,25 @@ def _computed_gradients_are_given_up(two):
         two.apply([grad], weight)
 
 
+def _a_loss_is_scaled_while_gradients_wait(two):
+    waiting = [1.0 * two.unscale(two.scaled(0, 2.0))[0]]
+    two.scaled(0, 7.0)
+    two.apply(waiting, 0)
+    two.unscale_and_apply(two.scaled(0, 6.0), 0)
+    two.minimize(1, 5.0)
+
+
+def _losses_by_name(two):
+    with tf.GradientTape(persistent=True) as tape:
+        first = two.optimizer.get_scaled_loss(two.weights[0] * 8.0)
+        second = two.optimizer.scale_loss(two.weights[1] * 5.0)
+    two.minimize(0, 0.0)
+    two.scaled(0, 7.0)
+    grads = two.unscale(tape.gradient(first, two.weights[:1]), loss=first)
+    two.optimizer.apply(tape.gradient(second, two.weights[1:]), two.weights[1:], loss=second)
+    two.apply([1.0 * grads[0]], 0)
+
+
 def _the_sum_over_a_loop_of_the_graph(two):
     def micro_batch(count, total):
         return count + 1, total + two.scaled(0, 4.0)[0]
@@ -170,6 +186,8 @@ def _keras_entry_divides_scaled_gradients_alone(two):
         _some_gradients_are_processed,
         _computed_gradients_are_processed,
         _computed_gradients_are_given_up,
+        _a_loss_is_scaled_while_gradients_wait,
+        _losses_by_name,
         _the_sum_over_a_loop_of_the_graph,
         _unscaled_for_their_norm_alone,
         _unscaled_in_a_branch,
@@ -185,145 +203,6 @@ def test_right_loops(mode, program):
     for calls in (1, 2):
         step()
         two.went(8.0 * calls, 5.0 * calls)
-
-
-GRADIENT = st.sampled_from([1.0, 2.0, -3.0, 5.0])
-WEIGHT = st.integers(0, 1)
-WHICH = st.none() | st.integers(0, 5)  # the last loss, or one by name
-CALLS = st.one_of(
-    st.tuples(st.just("scale"), st.sampled_from(["get_scaled_loss", "scale_loss"]), GRADIENT, GRADIENT),
-    st.tuples(st.just("unscale"), WHICH, WEIGHT, st.booleans()),
-    st.tuples(st.just("apply scaled"), WHICH, WEIGHT, st.booleans()),
-    st.tuples(st.just("apply"), WEIGHT),
-    st.tuples(st.just("give up"), WEIGHT),
-    st.tuples(st.just("minimize"), WEIGHT, GRADIENT),
-    st.tuples(st.just("compute"), WEIGHT, GRADIENT),
-)
-
-
-class Drawn(Two):
-    """A loop that makes calls in any order, and the weights by the true gradients beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.right, self.may_be_unscaled = [0.0, 0.0], set()
-        self.losses = []  # each with its gradients, by weight, that were not used yet
-        self.waiting = {}  # unscaled gradients by weight, with their sum and whether the caller has processed them
-
-    def wait(self, grads, weight, gradient, is_processed):
-        """Hold an unscaled gradient, or add it to the one that waits."""
-        if weight in self.waiting:
-            (before,), sum_before, _ = self.waiting[weight]
-            grads, gradient, is_processed = [grads[0] + before], gradient + sum_before, True
-        self.waiting[weight] = [grads[0] * 1.0] if is_processed else grads, gradient, is_processed
-
-    def takes_for_scaled(self, weight):
-        """Return whether `apply_gradients` takes a gradient without a mark for that of Keras's last loss."""
-        return bool(self.losses) and self.losses[-1]["by"] == "scale_loss" and weight in self.losses[-1]["pending"]
-
-    def may_be_refused(self, weight):
-        """Return whether a gradient without a mark may be taken for that of the last loss, which is not unscaled."""
-        last = self.losses[-1] if self.losses else {"by": None, "use": None}
-        return last["by"] == "get_scaled_loss" and last["use"] != "unscale" and weight not in self.may_be_unscaled
-
-    def unscale(self, grads, loss=None):
-        """Unscale gradients, which may be those of a step until it is taken."""
-        self.may_be_unscaled = {0, 1}
-        return super().unscale(grads, loss)
-
-    def apply(self, grads, weight):
-        """Apply gradients as they are."""
-        super().apply(grads, weight)
-        self.may_be_unscaled.discard(weight)
-
-    def run(self, calls):
-        """Make the calls that a right loop may make; leave the others out."""
-        for call, *arguments in calls:
-            getattr(self, f"call_{call.replace(' ', '_')}")(*arguments)
-
-    def call_scale(self, by, *gradients):
-        """Scale a loss of both weights, and differentiate it for each."""
-        with tf.GradientTape(persistent=True) as tape:
-            loss = getattr(self.optimizer, by)(self.weights[0] * gradients[0] + self.weights[1] * gradients[1])
-        grads = {
-            weight: (tape.gradient(loss, self.weights[weight : weight + 1]), gradients[weight]) for weight in (0, 1)
-        }
-        self.losses.append({"loss": loss, "by": by, "grads": grads, "pending": {0, 1}, "use": None, "computed": set()})
-
-    def use_of(self, number, use, weight):
-        """Return the gradients of a loss for such a use; None if they are used already, or others in another way."""
-        loss = self.losses[-1 if number is None else number % len(self.losses)] if self.losses else None
-        if loss is None or loss["use"] not in (None, use) or weight not in loss["grads"]:
-            return None, None
-        loss["use"] = use
-        return loss, loss["grads"].pop(weight)
-
-    def call_unscale(self, which, weight, is_processed):
-        """Unscale a gradient of a loss."""
-        loss, found = self.use_of(which, "unscale", weight)
-        if found is not None:
-            self.wait(self.unscale(found[0], None if which is None else loss["loss"]), weight, found[1], is_processed)
-
-    def call_apply_scaled(self, which, weight, by_apply):
-        """Apply a scaled gradient of a loss by `apply`, or that of the last one as Keras does in `apply_gradients`."""
-        is_last_of_keras = self.takes_for_scaled(weight) and weight not in self.losses[-1]["computed"]
-        loss, found = self.use_of(which, "apply", weight)
-        if found is not None:
-            if which is None and is_last_of_keras and not by_apply:
-                self.apply(found[0], weight)
-            else:
-                name = None if which is None else loss["loss"]
-                self.optimizer.apply(found[0], [self.weights[weight]], loss=name)
-            self.may_be_unscaled.discard(weight)
-            loss["pending"].discard(weight)
-            self.right[weight] += found[1]
-
-    def call_apply(self, weight):
-        """Apply the unscaled gradient that waits."""
-        grads, gradient, is_processed = self.waiting.get(weight, (None, 0.0, True))
-        is_unscaled = self.losses and self.losses[-1]["use"] == "unscale"
-        is_taken_for_last = self.may_be_refused(weight) or (self.takes_for_scaled(weight) and not is_unscaled)
-        if grads is None or (is_processed and is_taken_for_last):
-            return
-        del self.waiting[weight]
-        self.apply(grads, weight)
-        if self.losses:
-            self.losses[-1]["pending"].discard(weight)
-        self.right[weight] += gradient
-
-    def call_give_up(self, weight):
-        """Forget the unscaled gradient that waits."""
-        self.waiting.pop(weight, None)
-
-    def call_minimize(self, weight, gradient):
-        """Take a whole step."""
-        self.minimize(weight, gradient)
-        self.right[weight] += gradient
-
-    def call_compute(self, weight, gradient):
-        """Compute a gradient, which need not be applied."""
-        variables = [self.weights[weight]]
-        pairs = self.optimizer.compute_gradients(lambda: self.weights[weight] * gradient, variables)
-        if self.losses:
-            self.losses[-1]["computed"].add(weight)
-        self.wait(pairs[0][:1], weight, gradient, False)
-
-
-SCALE = ("scale", "get_scaled_loss", 2.0, 1.0)
-
-
-@example(calls=[SCALE, ("unscale", None, 0, True), SCALE, ("apply", 0)], mode=eager)  # a pipeline
-@example(
-    calls=[SCALE, ("minimize", 1, 2.0), SCALE, ("unscale", 0, 0, False), ("apply scaled", 1, 1, True), ("apply", 0)],
-    mode=eager,
-)  # each by name
-@few_examples
-@given(calls=st.lists(CALLS, max_size=12), mode=st.sampled_from([eager, eager, traced]))
-def test_any_order_of_calls(calls, mode):
-    """Losses are scaled by either method, halves of them used, named, given up, with whole steps in between."""
-    two = Drawn()
-    mode(lambda: two.run(calls))()
-    two.went(*two.right)
 
 
 @EACH_MODE

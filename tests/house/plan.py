@@ -165,7 +165,7 @@ TESTS = {
         _documented: mistakes promises_keras promises_v1 other_tools
         _marks: last_loss promises_keras promises_v1
         _state: mistakes promises_keras promises_v1 verbs
-        _verbs: verbs promises_v1 conformance/backends@tensorflow
+        _verbs: verbs keras promises_v1 conformance/backends@tensorflow
         _report: mistakes verbs
         __init__: imports
         *: watch
