@@ -55,20 +55,3 @@ def test_a_loop_of_ones_own_learns_and_resumes(tmp_path):
     _, resumed = main(folder=tmp_path / "halves")
     ours, theirs = ([*each.optimizer.variables, *each.average] for each in (training, resumed))
     assert _numbers(ours) == _numbers(theirs)
-
-
-def test_an_overflow_changes_nothing_in_fit():
-    """The first batch overflows: weights and BatchNorm's averages are as before."""
-    main = _main("keras_fit")
-    (_, before, _), (_, after, _) = main(0, 1), main(1, 1)
-    assert int(after.optimizer.metrics()["skipped_steps"]) == 1
-    assert _numbers(before.weights) == _numbers(after.weights)
-
-
-def test_an_overflow_changes_nothing_in_a_loop_of_ones_own(tmp_path):
-    """The first step overflows: weights, momentum, average and `iterations` are as before."""
-    main = _main("keras_custom_loop")
-    (_, before), (_, after) = (main(steps, folder=tmp_path / str(steps)) for steps in (0, 1))
-    assert int(after.optimizer.metrics()["skipped_steps"]) == 1
-    ours, theirs = ([*each.optimizer.inner_optimizer.variables, *each.average] for each in (before, after))
-    assert _numbers(ours) == _numbers(theirs)

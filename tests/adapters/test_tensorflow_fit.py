@@ -83,7 +83,9 @@ WAYS = {
     "several steps an execution, XLA": {"jit_compile": True, "steps_per_execution": 3},
     "two replicas": {"jit_compile": False},
     "two replicas, eager": {"run_eagerly": True},
+    "one replica": {"jit_compile": False},
 }
+SCOPES = {"two replicas": STRATEGY.scope, "one replica": tf.distribute.OneDeviceStrategy("CPU:0").scope}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_every_way_to_run(way, dtype, wrapper):
         init_scale=2.0**-4, growth_interval=3, min_scale=2.0**-9
     )  # at which no spike overflows in float16
     guard = SpikeGuard(warmup=4, memory=8)
-    with STRATEGY.scope() if "replicas" in way else nullcontext():
+    with SCOPES.get(way.partition(",")[0], nullcontext)():
         optimizer = wrapper(_bare(), policy, global_clipnorm=1.0, guard=guard)
         model = _model(optimizer, **WAYS[way])
     assert model.optimizer is optimizer  # not wrapped a second time under mixed_float16

@@ -265,6 +265,14 @@ def test_promise_068_configs_of_the_originals(name):
         assert float(optimizer.learning_rate) == 0.5
 
 
+@pytest.mark.parametrize("setting", ["decay", "is_legacy_optimizer"])
+def test_an_old_config_of_a_tf_keras_optimizer(setting):
+    """It names no module, and is known by a setting that Keras 3's optimizers do not have."""
+    inner = {"class_name": "SGD", "config": {"learning_rate": 0.5, setting: False}}
+    optimizer = LossScaleOptimizer.from_config({"inner_optimizer": inner, **OLD_CONFIGS["tf.keras 2.4, dynamic"]})
+    assert isinstance(optimizer.inner_optimizer, (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer))
+
+
 def test_promises_069_070_get_gradients():
     """Of a tensor in a graph; what cannot be computed is a `ValueError`."""
     optimizer = _wrapped(4.0)
