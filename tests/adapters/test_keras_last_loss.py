@@ -196,20 +196,3 @@ def test_numbers_of_the_backend_are_kept_with_the_loss(policy):
     grad = keras.ops.ones(2) * (8.0 if policy == 8.0 else 1.0)
     optimizer.apply([grad], [weight], loss=losses)
     assert list(value_of(weight)) == [-1.0, -1.0]
-
-
-def test_a_loop_after_fit_keeps_the_scale_of_its_loss():
-    """What `fit` has traced before does not decide about it."""
-    two = Two()
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile(LossScaleOptimizer(keras.optimizers.SGD(1e-3), GROWS), "mse")
-    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
-    two.optimizer = model.optimizer
-    two.weights = list(model.trainable_variables)
-    for weight in two.weights:
-        weight.assign(keras.ops.zeros(weight.shape))
-    two.optimizer.learning_rate = 1.0
-    loss = two.optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
-    for number, weight in enumerate(two.weights):
-        two.apply([keras.ops.broadcast_to(loss, weight.shape)], number)
-    assert [value_of(weight).min() for weight in two.weights] == [-1.0, -1.0]

@@ -11,7 +11,6 @@ from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import OverflowStreakError, PolicyError
 from lossscale_keras import LossScaleOptimizer, all_finite, overflow_report
 from tests.adapters.keras_loops import BACKEND, WRAPPERS, apply, apply_scaled, assert_same, value_of, values_of
-from tests.sweeping import seeds
 
 INF, NAN = float("inf"), float("nan")
 pytestmark = pytest.mark.filterwarnings("ignore:scale_loss was not called")  # gradients are made up here
@@ -182,32 +181,6 @@ def test_a_schedule_follows_applied_steps():
     for size in (INF, 1.0, INF, 1.0):
         apply_scaled(optimizer, variables, [np.full(3, size)])
     assert list(value_of(variables[0])) == [0.5 - 1.25] * 3
-
-
-@pytest.mark.parametrize("seed", seeds(20))
-def test_random_programs_do_what_the_rule_says(seed):
-    """The rule, and SGD with momentum and clipping, once more in plain NumPy."""
-    random = np.random.default_rng(seed)
-    policy = DynamicScaling(growth_interval=3, init_scale=2.0**10, min_scale=2.0**-4, max_scale=2.0**14)
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25, momentum=0.5), policy, global_clipnorm=4.0)
-    variables, weights, momentum = _variables((4,)), np.full(4, 0.5), np.zeros(4)
-    scale, finite_in_a_row, applied = 2.0**10, 0, 0
-    for _ in range(80):
-        grad = random.normal(size=4) * 10.0 ** random.integers(-3, 3)
-        is_bad = random.random() < (0.8 if applied > 25 and scale > 2.0**-4 else 0.15)
-        if is_bad:
-            grad[random.integers(4)] = random.choice([INF, -INF, NAN])
-        apply(optimizer, variables, [(grad * scale).astype(np.float32)])
-        if is_bad:
-            scale, finite_in_a_row = max(scale * 0.5, 2.0**-4), 0
-        else:
-            momentum = 0.5 * momentum - 0.25 * grad * min(1.0, 4.0 / np.linalg.norm(grad))
-            weights, applied, finite_in_a_row = weights + momentum, applied + 1, finite_in_a_row + 1
-            if finite_in_a_row == 3:
-                scale, finite_in_a_row = min(scale * 2.0, 2.0**14), 0
-        assert float(optimizer.loss_scale) == scale
-        assert int(value_of(optimizer.iterations)) == applied
-        np.testing.assert_allclose(value_of(variables[0]), weights, rtol=1e-4, atol=1e-4)
 
 
 def test_limits_end_an_eager_loop():

@@ -56,33 +56,6 @@ def test_every_optimizer(make):
     assert all(ours.numpy().tobytes() == theirs.numpy().tobytes() for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize("settings", [{}, {"global_clipnorm": 0.5}, None], ids=["Keras", "clipped", "v1"])
-def test_gradients_as_they_were_unscaled_and_processed_ones(settings):
-    """A traced step unscales and clips at once what comes back untouched, and takes anything else as it is."""
-
-    def trained(process):
-        variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
-        if settings is None:
-            optimizer = v1.LossScaleOptimizer(tf1.train.GradientDescentOptimizer(1.0), POLICY)
-        else:
-            optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), POLICY, **settings)
-            optimizer.build(variables)
-
-        @tf.function(autograph=False)
-        def step(factor):
-            loss = lambda: factor * sum(tf.reduce_sum(each**2) for each in variables)  # noqa: E731
-            pairs = optimizer.compute_gradients(loss, variables)
-            optimizer.apply_gradients([(process(grad), variable) for grad, variable in pairs])
-
-        for factor in (0.125, INF, 0.25):
-            step(tf.constant(factor))
-        return np.concatenate([each.numpy().ravel() for each in variables])
-
-    untouched, processed = trained(lambda grad: grad), trained(lambda grad: 0.5 * grad)
-    np.testing.assert_allclose(untouched, trained(tf.identity), rtol=1e-6)
-    assert np.abs(processed - untouched).max() > 0.01
-
-
 def test_scaling_twice_is_an_error():
     """By hand, as Keras does, within `minimize`, and in a function that AutoGraph converts."""
     optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0), tf.Variable(1.0)

@@ -1,14 +1,14 @@
 """Likely mistakes with the TensorFlow wrappers: the error of each says what to do in one sentence."""
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: F401, I001  # the devices of all tests, before any is used
-
-import warnings
+from contextlib import nullcontext
 
 import keras
 import pytest
 import tensorflow as tf
 import tf_keras
 
+from lossscale_core.errors import CheckpointWarning
 from lossscale_tf import LossScaleOptimizer, v1
 
 _sgd = keras.optimizers.SGD
@@ -98,14 +98,17 @@ def test_a_graph_for_sessions():
                 call()
 
 
-def test_a_loaded_state_is_no_reason_to_warn():
-    """Though it has counted no steps, as one that comes from another tool."""
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_an_optimizer_that_has_taken_steps(is_loaded):
+    """Its scale starts over, with a warning; a loaded state has none, though it has counted no steps."""
     inner, variable = _sgd(0.5), tf.Variable(1.0)
     inner.build([variable])
     inner.apply([tf.constant(0.0)], [variable])
     optimizer = LossScaleOptimizer(inner, initial_scale=8.0)
-    optimizer.load_state_dict({**optimizer.state_dict(), "loss_scale": 4096.0})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    if is_loaded:
+        optimizer.load_state_dict({**optimizer.state_dict(), "loss_scale": 4096.0})
+    words = "has taken 1 steps before, but the loss scale starts over at 8"
+    with nullcontext() if is_loaded else pytest.warns(CheckpointWarning, match=words):
         optimizer.minimize(lambda: variable**2, [variable])
-    assert float(optimizer.loss_scale) == 4096.0
+    assert float(optimizer.loss_scale) == (4096.0 if is_loaded else 8.0)

@@ -153,7 +153,7 @@ TESTS = {
     """,
     "lossscale_keras": """
         _backend: steps last_loss adapters/tensorflow_last_loss adapters/tensorflow_fit
-        _step _optimizer: steps last_loss saving fit adapters/tensorflow_fit
+        _step _optimizer: steps last_loss saving adapters/tensorflow_fit
         _losses: adapters/tensorflow_last_loss last_loss steps
         _replicas: adapters/tensorflow_last_loss adapters/tensorflow_fit last_loss
         _report _verbs: steps conformance/backends@keras
@@ -174,7 +174,7 @@ TESTS = {
         _inner _slots _names: promises_keras keras
         _arguments: mistakes promises_keras
         _saving: keras promises_keras adapters/keras_saving
-        _optimizer: keras promises_keras last_loss fit
+        _optimizer: keras promises_keras last_loss mistakes fit
         __init__: promises_keras
         *: watch
     """,
