@@ -166,39 +166,6 @@ def test_layers_frozen_and_unfrozen():
     assert int(wrapped.optimizer.metrics()["skipped_steps"]) == 3
 
 
-class OwnStep(keras.Sequential):
-    """A model with a `train_step` of its own, as the documents of Keras 3 or those of tf.keras have it."""
-
-    def train_step(self, data):
-        """Take a step."""
-        scale = self.optimizer.get_scaled_loss if self.name == "of_tf_keras" else self.optimizer.scale_loss
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(*data, self(data[0], training=True))
-            scaled = scale(loss)
-        grads = tape.gradient(scaled, self.trainable_variables)
-        if self.name == "of_tf_keras":
-            grads = self.optimizer.get_unscaled_gradients(grads)
-            self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
-        else:
-            self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": loss}
-
-
-@pytest.mark.parametrize("options", [{"jit_compile": False}, {"run_eagerly": True}], ids=str)
-def test_a_train_step_of_ones_own(options):
-    """By either protocol it ends with the weights of `fit`'s own."""
-    inputs, targets = _data(6)
-    models = []
-    for kind, name in ((keras.Sequential, None), (OwnStep, "of_keras_3"), (OwnStep, "of_tf_keras")):
-        keras.utils.set_random_seed(0)
-        models.append(model := kind([keras.layers.Dense(1)], name=name))
-        model.compile(optimizer=_wrapped(), loss="mse", **options)
-        _fit(model, _spoilt(inputs, [0, 9]), targets)
-        assert int(model.optimizer.metrics()["applied_steps"]) == 4
-        assert model.optimizer.steps_with_missing_calls == 0
-        _assert_close(model, models[0])
-
-
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_embeddings(jit_compile):
     """Their sparse gradients are scaled, checked and unscaled like others: training is that of the bare optimizer."""
