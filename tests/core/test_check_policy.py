@@ -133,6 +133,7 @@ BROKEN = [
         ),
         "loss_scale goes from 4.29497e+09 to 8.58993e+09 after step 1 at the upper bound",
     ),
+    (_each(loss_scale=lambda old, new, xp: new.loss_scale * np.float32("nan")), f"nan {STEP_1}; keep it finite"),
     (_finite("loss_scale", lambda old, new, xp: new.loss_scale * 2.0**100), "to 2.07692e+34 after step 3 from"),
     # the counters
     (_first(skipped_steps=np.int32(7)), "skipped_steps of init_state is 7, but counts from 0"),

@@ -8,7 +8,7 @@ import pytest
 import lossscale_core
 
 FRAMEWORKS = {"torch", "jax", "jaxlib", "tensorflow", "keras", "cupy", "optax", "flax"}
-EXTRAS = {"click", "matplotlib", "threadpoolctl", "hypothesis"}
+EXTRAS = {"click", "matplotlib", "threadpoolctl", "hypothesis", "typing_extensions"}
 LATE = {"lossscale_core.testing", "lossscale", "logging", "pathlib"}
 
 

@@ -96,7 +96,8 @@ TEST_FILES = {
 
 TESTS = {
     "lossscale_core": """
-        _policy _state: policy_rule tolerant_policy policy_settings testing conformance mistakes
+        _policy: policy_rule tolerant_policy policy_settings testing conformance mistakes
+        _state: policy_rule conformance mistakes import adapters/jax_mistakes@not_there_yet
         _base: own_policies check_policy mistakes
         _arrays _tree: verbs all_finite mistakes conformance
         _settings: policy_settings config mistakes
