@@ -83,6 +83,13 @@ def _some_gradients_are_processed(two):
     two.optimizer.apply_gradients(zip([*first, 0.5 * second[0]], two.weights, strict=True))
 
 
+def _one_step_with_gradients_of_two_losses(two):
+    first = two.unscale(two.scaled(0, 8.0))
+    two.minimize(1, 2.0)
+    second = two.unscale(two.scaled(1, 3.0))
+    two.optimizer.apply_gradients(zip([*first, *second], two.weights, strict=True))
+
+
 def _computed_gradients_are_processed(two):
     def computed(gradient):
         (grad,) = two.optimizer.get_gradients(lambda: two.weights[1] * gradient, two.weights[1:])
@@ -184,6 +191,7 @@ def _keras_entry_divides_scaled_gradients_alone(two):
     [
         _steps_in_a_loop_of_the_graph,
         _some_gradients_are_processed,
+        _one_step_with_gradients_of_two_losses,
         _computed_gradients_are_processed,
         _computed_gradients_are_given_up,
         _a_loss_is_scaled_while_gradients_wait,
