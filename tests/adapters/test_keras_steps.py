@@ -87,6 +87,15 @@ def test_clipping_is_that_of_two_passes(is_inner, dtype, size):
         np.testing.assert_allclose(0.5 - value_of(variable), grad * min(1.0, 2.0 / norm), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX has no float64 unless it is switched on")
+def test_the_norm_of_gradients_in_float32_and_float64():
+    """It is that of all of them."""
+    variables = [*_variables((1,)), *_variables((1,), dtype="float64")]
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0, global_clipnorm=1.0)
+    apply(optimizer, variables, [np.full(1, 24.0, "float32"), np.full(1, 32.0, "float64")])
+    np.testing.assert_allclose([value_of(each)[0] for each in variables], [0.5 - 0.6, 0.5 - 0.8], rtol=1e-6)
+
+
 def test_the_norm_to_clip_to_can_be_set():
     """There is one number: what is read is what is used; beyond float32 it clips nothing; others are refused."""
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0, global_clipnorm=1.0), _variables((1,))
