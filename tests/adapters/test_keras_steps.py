@@ -55,6 +55,17 @@ def test_a_skipped_step_changes_nothing_but_the_state(bad):
     assert int(value_of(optimizer.iterations)) == 4
 
 
+def test_the_scale_within_a_layer():
+    """It is not cast to the layer's float16, in which 2**16 is infinite."""
+
+    class Scaled(keras.layers.Layer):
+        def call(self, loss):
+            return optimizer.scale_loss(loss)
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD())
+    assert float(Scaled(dtype="mixed_float16")(keras.ops.ones(()))) == 2.0**16
+
+
 def test_a_step_that_the_inner_optimizer_refuses_is_not_counted():
     """An error of the inner optimizer leaves the state as it was, so that the step can be repeated."""
 
@@ -76,8 +87,9 @@ WIDE = [("float64", 1e39), ("float64", 1e200)] if BACKEND != "jax" else []
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 3.0), ("float32", 1e30), ("float32", 1e-3), *WIDE])
 def test_clipping_is_that_of_two_passes(is_inner, dtype, size):
     """Gradients are unscaled, then clipped by the norm of all; squares that overflow do not matter."""
-    grads, norm = [np.full(3, size, dtype), np.full((2, 2), -2.0 * size, dtype)], 19.0**0.5 * size
-    variables = _variables((3,), (2, 2), dtype=dtype)
+    shapes, norm = [(1,), (2,), (2, 2), (0, 2)], 19.0**0.5 * size
+    grads = [np.full(shape, -2.0 * size if shape == (2, 2) else size, dtype) for shape in shapes]
+    variables = _variables(*shapes, dtype=dtype)
     inner = keras.optimizers.SGD(1.0, global_clipnorm=2.0 if is_inner else None)
     scale = 2.0**10 if size == 1e30 else 2.0**16
     optimizer = LossScaleOptimizer(inner, scale, global_clipnorm=None if is_inner else 2.0, guard=SpikeGuard())
