@@ -198,9 +198,10 @@ def test_a_copy_of_a_layer_shares_the_scaler_of_its_attached_loss():
 
 
 def test_an_attached_loss_with_another_scaler_is_told():
-    """As in a model that was loaded, or a scaler that was made a second time."""
+    """As in a model that was loaded, or a scaler that was made a second time; once."""
     layer, new = Router(GradScaler("cpu").attach, "()"), GradScaler("cpu")
     with pytest.warns(UserWarning, match="an attached loss takes its loss scale from a scaler that has"):
         new.scale(layer(torch.ones(1, 8)).sum()).backward()
-    layer.attach = new.attach
-    new.scale(layer(torch.ones(1, 8)).sum()).backward()  # another warning would be an error
+    for attach in (layer.attach, new.attach):
+        layer.attach = attach
+        new.scale(layer(torch.ones(1, 8)).sum()).backward()  # another warning would be an error

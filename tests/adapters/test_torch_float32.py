@@ -271,6 +271,7 @@ def test_a_plan_of_nothing_and_of_one_block():
     fits, overflows = (float32_plan(model, _loss_fn(model, x)) for model, x in (_net(1.0, 1.0), _net(1.0, 1e6)))
     assert (fits.modules, fits.patterns, fits.note) == ((), (), "")
     assert "\nkeep in float32: nothing\nafter: finite; " in str(fits)
+    assert str(fits).endswith("; 0 of 9 modules in float32")  # the model itself and its list of blocks do not count
     assert repr(fits) == str(fits)
     assert len(overflows.modules) == 1
     assert overflows.patterns == overflows.modules

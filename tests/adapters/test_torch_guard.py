@@ -248,6 +248,9 @@ def _refused_by_one_rank(rank, world_size, how):
             scaler.load_state_dict({**scaler.state_dict(), "guard": {**state, "spikes": 0}})
         with pytest.raises(SyncError, match=r"ranks \[1\] differ from rank 0's in guard \("):
             scaler.check_sync()
+        veto.value, scaler = float(rank == 1), GradScaler("cpu", norm_group=group, hooks=[veto])
+        clip = scaler.unscale_and_clip_, optimizer, INF  # it combines what is known of the step; the veto comes later
+        assert not take_steps([param], [optimizer], scaler, 1.0, prepare=[clip]).applied
 
 
 @pytest.mark.parametrize("how", ["ordinary", "fused", "guarded"])

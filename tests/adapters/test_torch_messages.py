@@ -138,7 +138,8 @@ def _attach(words, x, aux_loss):
 def _half():
     model = torch.nn.Linear(2, 2).half()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
-    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(3).half()))  # later, without a name
+    for _ in range(4):  # later, without names
+        optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(3).half()))
     for param in optimizer.param_groups[0]["params"]:
         param.grad = torch.ones_like(param)
     ready().unscale_(optimizer)
@@ -169,7 +170,8 @@ LINEAR, ONES = torch.nn.Linear(1, 1), torch.ones(3)
 OFF_SCALER = GradScaler("cpu", enabled=False)
 HALF = (
     "Attempting to unscale FP16 gradients. ... weight (torch.float16, shape (2, 2)) ... bias ... parameter 2 of "
-    "group 0 (torch.float16, shape (3,)) ... torch.autocast ... half_gradients=True"
+    "group 0 (torch.float16, shape (3,)) ... parameter 4 of group 0 (torch.float16, shape (3,)); and 1 more. Keep "
+    "... torch.autocast ... half_gradients=True"
 )
 BOTH = (
     "policy='none' and init_scale=1024.0, growth_factor=4.0 are both given; pass either policy= or init_scale, "

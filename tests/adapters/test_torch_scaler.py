@@ -84,6 +84,13 @@ def test_a_policy_of_ones_own_tells_torch_nothing_false():
 def test_what_the_host_knows_is_plain_numbers(fused):
     """`json.dumps` takes it, and `applied is True`; so it is on a CPU whatever the optimizer."""
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    if not fused:  # an update that a graph recorded has left the state in tensors
+        with RecordedGraph():
+            scaler.scale(torch.ones(()))
+            param, optimizer = one()
+            param.grad = torch.ones(1)
+            scaler.unscale_(optimizer)
+            scaler.update(1024.0)
     (info,) = _steps(scaler, [True], fused)
     assert info.applied is True is scaler.last_step.applied
     assert json.loads(json.dumps(info)) == [True, 1024.0, 2048.0, 0, False, False]

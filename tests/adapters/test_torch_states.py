@@ -15,11 +15,16 @@ from tests.strategies import overflow_traces, policies
 from tests.sweeping import few_examples
 
 
-def _require_states(policy, trace, state=None):
-    """Step a fused optimizer on a device over a trace; each state and each outcome is the policy's own."""
+def _require_states(policy, trace, state=None, is_there=False):
+    """Step a fused optimizer on a device over a trace; each state and each outcome is the policy's own.
+
+    A given state is loaded first, by a scaler that may have its state on the device already.
+    """
     expected = policy.init_state() if state is None else state
     with Emulated("mps"):
         (_, optimizer), scaler = one(True, "mps"), GradScaler("mps", policy=policy)
+        if is_there:
+            take_step(scaler, optimizer, 1.0)
         if state is not None:
             scaler.load_state_dict(state_to_dict(state, policy))
         for finite in trace:
@@ -62,13 +67,14 @@ BEYOND = (
 
 
 @pytest.mark.parametrize("fields", BEYOND, ids=str)
-def test_states_that_the_kernel_could_not_continue(fields):
+@pytest.mark.parametrize("is_there", [False, True])
+def test_states_that_the_kernel_could_not_continue(fields, is_there):
     """A checkpoint may hold any state; the policy's own update is used where the kernel would do something else."""
     policy = DynamicScaling(init_scale=4.0, growth_interval=3, min_scale=2.0**-4, max_scale=2.0**8)
     saved = {**state_to_dict(policy.init_state(), policy), **fields}
     for trace in ([True] * 5, [False] * 5, [True, False, True, True, True, False]):
         with np.errstate(over="ignore"):
-            _require_states(policy, trace, state_from_dict(saved, policy))
+            _require_states(policy, trace, state_from_dict(saved, policy), is_there)
 
 
 def _step(scaler, param, optimizer, finite=True):

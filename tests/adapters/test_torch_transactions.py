@@ -15,7 +15,7 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler, guarded
 from lossscale_torch.hooks import Hook
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import EITHER_KIND, Loop, Veto, one, same
+from tests.adapters.torch_steps import CALLS, EITHER_KIND, Loop, Veto, one, same
 
 SOURCE = lossscale_torch.__path__[0]
 
@@ -160,11 +160,12 @@ def test_a_skip_under_a_dispatch_mode_leaves_the_state_on_the_host():
 
 @EITHER_KIND
 @pytest.mark.parametrize("call", ["step", "clip"])
-def test_gradients_that_were_given_up(call, fused):
+@pytest.mark.parametrize("before", ["unscale_", "unscale_and_clip_"])
+def test_gradients_that_were_given_up(before, call, fused):
     """Another loss after `unscale_` and `zero_grad` has scaled gradients, which no step may take for unscaled ones."""
     loop = Loop(fused)
     loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
+    CALLS[before](loop.scaler, loop.optimizer)
     loop.backward()
     with pytest.raises((CallOrderError, RuntimeError), match=r"still scaled: .* scaler.skip|has already been called"):
         loop.scaler.step(loop.optimizer) if call == "step" else loop.scaler.unscale_and_clip_(loop.optimizer, 1.0)

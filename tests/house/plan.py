@@ -120,7 +120,7 @@ TESTS = {
         *: guard
     """,
     "lossscale_torch": """
-        _gradients: clipping odd_gradients devices norms
+        _gradients: clipping odd_gradients devices norms messages
         _step_info: scaler hooks
         _versions: scaler attach
         _ranks: distributed norms
@@ -132,7 +132,7 @@ TESTS = {
         hooks: hooks guard transactions
         _watch: watch loops transactions messages
         _attach: attach reports messages
-        _clip: clipping norms fuzz guard
+        _clip: clipping norms fuzz guard transactions
         _report: reports messages
         _range: reports float32 messages
         _float32: float32 messages
