@@ -147,7 +147,7 @@ TESTS = {
     "lossscale_jax": """
         _gradients _verbs: verbs mistakes optimizer conformance/backends@jax
         _optimizer: optimizer guard mistakes bits programs
-        _states: optimizer mistakes distributed
+        _states: optimizer mistakes distributed check_step@split_modules
         testing: check_step mistakes
         __init__: verbs
         *: distributed other_tools around
