@@ -451,7 +451,9 @@ def test_a_deep_copy_continues_by_itself():
     """It has the state of the optimizer that it was copied from, and neither moves the other's from then on."""
     variable = tf.Variable([1.0, 2.0])
     optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), POLICY)
+    assert optimizer.last_step is None
     optimizer.minimize(lambda: tf.reduce_sum(variable * INF), var_list=[variable])
+    assert optimizer.last_step.loss_scale_after == 2.0**9
     copied, of_copy = copy.deepcopy((optimizer, variable))
     copied.minimize(lambda: tf.reduce_sum(of_copy**2), var_list=[of_copy])
     assert copied.loss_scale.numpy() == optimizer.loss_scale.numpy() == 2.0**9
