@@ -278,6 +278,16 @@ def test_a_plan_of_nothing_and_of_one_block():
     assert overflows.modules[0].startswith("blocks.1")
 
 
+def test_a_plan_takes_a_scale_of_one_and_tells_of_the_worst_batch():
+    """A loss scale of 1 is enough unless more is asked for; `before` is of the batch that overflows first."""
+    model, x = _net(1.0)
+    largest = range_report(model, _loss_fn(model, x)).overflows_above
+    loss_fns = [_loss_fn(model, x, weight) for weight in (1.0, largest, 8.0)]
+    plan = float32_plan(model, loss_fns)
+    assert (plan.modules, plan.note, plan.before.overflows_above) == ((), "", 1.0)
+    assert float32_plan(model, loss_fns, at_least=2.0).modules
+
+
 def test_a_plan_fits_all_batches_and_changes_nothing(monkeypatch, capsys):
     """Of three batches one is quiet; gradients, buffers and random states stay; a terminal shows what is added."""
     torch.manual_seed(0)
