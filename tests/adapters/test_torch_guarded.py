@@ -15,7 +15,7 @@ from torch import nn
 
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
-from lossscale_torch import GradScaler, _skip_log, guarded
+from lossscale_torch import GradScaler, StepInfo, _skip_log, guarded
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _on_ranks
@@ -138,6 +138,7 @@ def test_copies_are_guarded(duplicate, fused):
     for number in range(3):
         _step(model, optimizer, number)
     model, other = duplicate((model, optimizer))
+    assert other.last_step == StepInfo(False, 1.0, 1.0, 0)  # it has taken none
     assert other.state_dict()["guard"] == optimizer.state_dict()["guard"]
     calls = []
     other.register_step_post_hook(lambda *_: calls.append(bool(other.last_step)))

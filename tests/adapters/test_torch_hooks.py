@@ -153,6 +153,20 @@ class _Counts(torch.nn.Module):
         return x
 
 
+def test_buffers_that_another_hook_writes_come_back():
+    """A hook that was registered before the model was protected is a part of the forward pass."""
+
+    def count(module, _):
+        module[1].running_mean += 1.0
+
+    model = Loop().model
+    model.register_forward_pre_hook(count)
+    loop = Loop(protects=True, model=model)
+    before = loop.buffers()
+    assert not _step(loop, is_bad=True).applied
+    assert same(before, loop.buffers())
+
+
 def test_buffers_that_cannot_be_written_stay():
     """Sparse and expanded ones keep what a skipped step wrote; a dense one beside them comes back."""
     loop = Loop(protects=True, model=torch.nn.Sequential(_Counts(), torch.nn.Linear(4, 1)))
