@@ -131,7 +131,8 @@ def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
     import jax
 
     two = Two()
-    two.scaled(7.0)
+    if as_scan:
+        two.scaled(7.0)
 
     def step(carry, _):
         weights, state = carry

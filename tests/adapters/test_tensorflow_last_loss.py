@@ -241,10 +241,11 @@ def test_functions_within_functions():
     two = Two()
     scaled, unscale = traced(lambda: two.scaled(0, 1.0)), traced(two.unscale)
     apply = traced(lambda grads: two.apply(grads, 0))
-    step = lambda: apply(unscale(scaled()))  # noqa: E731
-    for each in (traced(step), traced(step), step):
-        each()
-    two.went(3.0)
+    apply_scaled = traced(lambda grads: two.optimizer.apply(grads, two.weights[1:]))
+    for mode in (traced, traced, eager):
+        mode(lambda: apply(unscale(scaled())))()
+        mode(lambda: apply_scaled(two.scaled(1, 2.0, "scale_loss")))()
+    two.went(3.0, 6.0)
 
 
 def test_unscaled_gradients_that_wait_for_the_step_of_another_loss():
@@ -412,14 +413,16 @@ def _unscaled_beside_a_function(two, mode):
     return lambda: (scaled(), unscaled())
 
 
-def _applied_twice(two):
-    grads = two.unscale(two.scaled(0, 1.0))
+def _applied_twice(two, by_name=False):
+    with tf.GradientTape() as tape:
+        loss = two.optimizer.get_scaled_loss(two.weights[0] * 1.0)
+    grads = two.unscale(tape.gradient(loss, two.weights[:1]), loss if by_name else None)
     for _ in range(2):
         two.apply(grads, 0)
 
 
 def _applied_twice_in_a_branch(two):
-    step = lambda: _applied_twice(two)  # noqa: E731
+    step = lambda: _applied_twice(two, by_name=True)  # noqa: E731
     tf.cond(two.weights[0] <= 0.0, step, step)
 
 
