@@ -120,6 +120,14 @@ def _a_loss_is_scaled_while_gradients_wait(two):
     two.minimize(1, 5.0)
 
 
+def _the_last_loss_by_name(two):
+    with tf.GradientTape() as tape:
+        loss = two.optimizer.scale_loss(two.weights[0] * 8.0)
+    (grad,) = two.unscale(tape.gradient(loss, two.weights[:1]), loss)
+    two.apply([1.0 * grad], 0)
+    two.minimize(1, 5.0)
+
+
 def _losses_by_name(two):
     with tf.GradientTape(persistent=True) as tape:
         first = two.optimizer.get_scaled_loss(two.weights[0] * 8.0)
@@ -195,6 +203,7 @@ def _keras_entry_divides_scaled_gradients_alone(two):
         _computed_gradients_are_processed,
         _computed_gradients_are_given_up,
         _a_loss_is_scaled_while_gradients_wait,
+        _the_last_loss_by_name,
         _losses_by_name,
         _the_sum_over_a_loop_of_the_graph,
         _unscaled_for_their_norm_alone,
