@@ -235,6 +235,12 @@ PLANS = {
         [],
         "in blocks.1 (aten.add_); the loss is nan; no module can",
     ),
+    "always half, within another": (
+        lambda: _layers(nn.Sequential(Block(1e6, dtype=lambda x: torch.half))),
+        {},
+        [],
+        "in 1.0 (aten.add_); the loss is nan; no module can",
+    ),
     "loss in half": (lambda: _net(1.0), {"dtype": torch.half, "weight": 1e7}, [], "\nforward overflows in loss_fn"),
     "large loss": (lambda: _net(1.0), {"weight": 1e9}, [], "min_scale=2**-2"),
     "backward": (lambda: _layers(Steep()), {"weight": 1e4}, ["1"], "\nor keep nothing, and use DynamicScaling("),
