@@ -145,7 +145,7 @@ TESTS = {
         *: distributed graphs other_packages
     """,
     "lossscale_jax": """
-        _gradients _verbs: verbs mistakes optimizer conformance/backends@jax
+        _gradients _verbs: verbs mistakes optimizer conformance/backends@jax distributed@forgotten
         _optimizer: optimizer guard mistakes bits programs
         _states: optimizer mistakes distributed check_step@split_modules
         testing: check_step mistakes

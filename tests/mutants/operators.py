@@ -50,7 +50,7 @@ class DropStatement(_Ours):
 class SwapArguments(_Ours):
     """Swap two neighbouring positional arguments of a call."""
 
-    SYMMETRIC = {"max", "min", "maximum", "minimum", "equal", "logical_and", "logical_or", "isinstance", "issubclass"}
+    SYMMETRIC = {"max", "min", "maximum", "minimum", "logical_and", "logical_or", "isinstance", "issubclass"}
 
     def points(self, node):
         call = node.type == "arglist" and node.parent.type == "trailer" and node.parent.children[0] == "("
