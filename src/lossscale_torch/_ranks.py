@@ -59,7 +59,8 @@ def require_same_on_ranks(mine: dict[str, Any], process_group: Any) -> None:
     different = [rank for rank, state in enumerate(theirs) if state != theirs[0]]
     if different:
         scales = ", ".join(f"rank {rank}: {shown_number(theirs[rank]['loss_scale'])}" for rank in [0, *different])
-        names = [name for name in theirs[0] if any(theirs[rank].get(name) != theirs[0][name] for rank in different)]
+        entries = dict.fromkeys(name for state in theirs for name in state)  # one without a guard lacks its entry
+        names = [name for name in entries if any(state.get(name) != theirs[0].get(name) for state in theirs)]
         raise SyncError(
             f"the scalers of ranks {different} differ from rank 0's in {', '.join(names)} (loss scales: {scales}); "
             "pass process_group= so that ranks decide together, and load the same checkpoint everywhere"
