@@ -108,6 +108,13 @@ def test_the_norm_of_gradients_in_float32_and_float64():
     np.testing.assert_allclose([value_of(each)[0] for each in variables], [0.5 - 0.6, 0.5 - 0.8], rtol=1e-6)
 
 
+def test_a_step_of_gradients_without_elements_is_applied():
+    """Their norm is 0."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0, global_clipnorm=1.0)
+    apply(optimizer, _variables((0, 2), dtype="float16"), [np.zeros((0, 2), np.float32)])
+    assert bool(optimizer.last_step.applied)
+
+
 def test_the_norm_to_clip_to_can_be_set():
     """There is one number: what is read is what is used; beyond float32 it clips nothing; others are refused."""
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0, global_clipnorm=1.0), _variables((1,))

@@ -154,7 +154,8 @@ TESTS = {
     """,
     "lossscale_keras": """
         _backend: steps last_loss adapters/tensorflow_last_loss adapters/tensorflow_fit
-        _step _optimizer: steps last_loss saving adapters/tensorflow_fit
+        _step: steps last_loss saving adapters/tensorflow_fit adapters/tensorflow_promises_keras@promise_052
+        _optimizer: steps last_loss saving adapters/tensorflow_fit
         _losses: adapters/tensorflow_last_loss last_loss steps
         _replicas: adapters/tensorflow_last_loss adapters/tensorflow_fit last_loss
         _report _verbs: steps conformance/backends@keras
