@@ -5,7 +5,6 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any
 
 _LONGEST = 500
@@ -137,22 +136,16 @@ def require_flag(grads_finite: Any, call: str) -> None:
         )
 
 
-def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's program, however many functions are between it and this one.
-
-    The functions of lossscale's packages, of the frameworks and of the package that calls this are looked past.
+def warn_caller(message: str, category: type[Warning] = UserWarning, *, packages: Iterable[str] = ()) -> None:
+    """Warn at the line of the user's program, however many functions of libraries are between it and this one.
 
     Args:
         message: The text.
         category: The type of the warning.
+        packages: The top-level packages to look past in addition to lossscale's and the frameworks', such as your own.
     """
     # `warnings.warn` has `skip_file_prefixes` for this from Python 3.12 on.
-    frame, level = sys._getframe(1), 2
-    packages = (*_LIBRARIES, _package(frame))
-    while frame.f_back is not None and _package(frame) in packages:
+    frame, level, passed = sys._getframe(1), 2, {*_LIBRARIES, *packages}
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in passed:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

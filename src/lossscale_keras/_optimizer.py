@@ -441,8 +441,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             The wrapper, around a new inner optimizer.
         """
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
+        policy = core.policy_from_dict(config["policy"])  # what a file names is not a path to open
         guard = None if config["guard"] is None else core.SpikeGuard(**config["guard"])
-        return cls(**{**config, "inner_optimizer": inner, "guard": guard})
+        return cls(**{**config, "inner_optimizer": inner, "policy": policy, "guard": guard})
 
     def save_own_variables(self, store: Any) -> None:
         """Store the states by name. Keras stores the inner optimizer's variables by itself.

@@ -194,6 +194,6 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def _narrows(grad: Any, variable: Any) -> bool:
-    """Return whether a gradient is cast to a half dtype that is not its own, in which it may become infinite."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return dtype in ("float16", "bfloat16") and keras.backend.standardize_dtype(grad.dtype) != dtype
+    """Return whether a gradient is cast to a dtype in which it may become infinite: from float64, or to a half one."""
+    given, dtype = (keras.backend.standardize_dtype(each.dtype) for each in (grad, variable))
+    return given != dtype and (given == "float64" or dtype in ("float16", "bfloat16"))

@@ -77,8 +77,9 @@ def test_the_logger_logs_batches_and_spikes_and_raises():
     with pytest.raises(OverflowStreakError, match="max_overflow_streak=3"):
         model.fit(np.concatenate([BAD] * 4), np.ones(32), batch_size=8, verbose=0, callbacks=[LossScaleLogger()])
     plain = _model(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
-    with pytest.warns(UserWarning, match="LossScaleLogger logs nothing: the optimizer is LossScaleOptimizer"):
+    with pytest.warns(UserWarning, match="LossScaleLogger logs nothing: the optimizer is LossScaleOptimizer") as told:
         plain.fit(DATA, DATA.sum(axis=1), verbose=0, callbacks=[LossScaleLogger()])
+    assert [each.filename for each in told] == [__file__]
     for wrong in (0, "10", 2.5, True):
         with pytest.raises(ValueError, match=f"every_n_batches={wrong!r} must be .*; leave it out for epochs only"):
             LossScaleLogger(every_n_batches=wrong)

@@ -124,9 +124,9 @@ def test_a_loss_by_name_is_one_that_was_scaled_and_is_scaled_once(wrapper):
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
 @pytest.mark.parametrize("as_scan", [False, True])
 def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
-    """jit(gradients), then jit(apply); and a scan over whole steps, with a loss that was scaled eagerly before.
+    """In jit(gradients) and jit(apply), and in a scan of whole steps after a loss that was scaled eagerly.
 
-    Eagerly a step divides by the scale of its loss again.
+    An eager step after them divides by the scale of its own loss.
     """
     import jax
 

@@ -14,7 +14,7 @@ import pytest
 
 import lossscale_keras
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard, state_from_dict
-from lossscale_core.errors import CheckpointWarning
+from lossscale_core.errors import CheckpointWarning, PolicyError
 from lossscale_keras import LossScaleOptimizer
 from tests.adapters.keras_loops import EACH_WRAPPER, assert_same, values_of
 
@@ -152,6 +152,8 @@ def test_promises_067_068_a_config(wrapper):
         assert float(copy.loss_scale) == 2.0**16
         assert type(copy.inner_optimizer) is type(inner)
         assert copy.inner_optimizer is not inner
+    with pytest.raises(PolicyError, match=r"policy\.toml"):  # a config, perhaps a stranger's, has no path to open
+        wrapper.from_config({**config, "policy": "policy.toml"})
 
     @keras.saving.register_keras_serializable("tests")
     class Own(keras.optimizers.SGD):

@@ -148,16 +148,18 @@ def test_large_finite_gradients_are_applied_and_what_unscaling_makes_infinite_is
     np.testing.assert_allclose(value_of(variables[0]), 0.5 if after is None else after, rtol=1e-6)
 
 
-def test_variables_in_float16_get_gradients_in_float16_that_are_unscaled_in_float32():
-    """A gradient of 2**15 at a scale of 2**-2 is beyond float16, and its step is skipped."""
+def test_a_gradient_that_is_infinite_in_the_dtype_of_its_variable_is_an_overflow():
+    """Of 1e100 in float64 for float32, of 1e6 in float32 for float16, and of 2**15 at a scale of 2**-2 in float16."""
+    without_float64 = BACKEND == "jax"
+    for dtype, policy, grad in (("float16", "none", np.float32(1e6)), ("float32", 8.0, 1e100))[: 2 - without_float64]:
+        optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy), _variables(dtype=dtype)
+        apply(optimizer, variables, [np.full(3, grad)])
+        assert optimizer.last_step.overflowed
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), 0.25), _variables(dtype="float16")
     apply(optimizer, variables, [np.array([2.0**15, 0, 0], np.float16)])
     assert optimizer.last_step.overflowed
     apply(optimizer, variables, [np.array([0.125, 0, 0], np.float16)])
     assert list(value_of(variables[0])) == [0.0, 0.5, 0.5]
-    optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), "none"), _variables(dtype="float16")
-    apply(optimizer, variables, [np.array([1e6, 0, 0], np.float32)])
-    assert optimizer.last_step.overflowed
 
 
 def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is():

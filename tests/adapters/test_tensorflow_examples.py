@@ -55,3 +55,11 @@ def test_a_loop_of_ones_own_learns_and_resumes(tmp_path):
     _, resumed = main(folder=tmp_path / "halves")
     ours, theirs = ([*each.optimizer.variables, *each.average] for each in (training, resumed))
     assert _numbers(ours) == _numbers(theirs)
+
+
+def test_an_overflow_changes_nothing_in_fit():
+    """The first batch overflows: weights and BatchNorm's averages are as before."""
+    main = _main("keras_fit")
+    (_, before, _), (_, after, _) = main(0, 1), main(1, 1)
+    assert int(after.optimizer.metrics()["skipped_steps"]) == 1
+    assert _numbers(before.weights) == _numbers(after.weights)

@@ -1,7 +1,7 @@
 """Gradients belong to the last loss that was scaled, or to the one that the caller names.
 
 The scale grows after each step, so that gradients divided by a scale of another step would be found by a factor of two.
-It begins below 1, since no rule may take 1 for the smallest scale.
+It begins below 1, so that a rule that stops at 1 is found.
 """
 
 from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY, compiled, eager, traced  # noqa: I001

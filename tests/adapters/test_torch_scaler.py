@@ -80,11 +80,11 @@ def test_a_policy_of_ones_own_tells_torch_nothing_false():
 # -- outcomes ----------------------------------------------------------------------------------------------------------
 
 
-@EITHER_KIND
-def test_what_the_host_knows_is_plain_numbers(fused):
-    """`json.dumps` takes it, and `applied is True`; so it is on a CPU whatever the optimizer."""
+@pytest.mark.parametrize(("fused", "is_recorded"), [(False, False), (True, False), (False, True)])
+def test_what_the_host_knows_is_plain_numbers(fused, is_recorded):
+    """`json.dumps` takes it, and `applied is True`, on a CPU whatever the optimizer, also after a recorded update."""
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    if not fused:  # an update that a graph recorded has left the state in tensors
+    if is_recorded:  # it leaves the state in tensors
         with RecordedGraph():
             scaler.scale(torch.ones(()))
             param, optimizer = one()

@@ -184,11 +184,16 @@ def test_the_dict_of_another_tool_is_sent_to_state_from_tool(restore):
     assert state_from_tool("torch", TORCHS).growth_tracker == 7
 
 
-@pytest.mark.parametrize("package", ["an_adapter.loops", "lossscale_torch.hooks", "tensorflow.python.framework.ops"])
+PASSED = ["lossscale", "lossscale_core", "lossscale_jax", "lossscale_keras", "lossscale_tf", "lossscale_torch"]
+
+
+@pytest.mark.parametrize("package", [*PASSED, "jax", "keras", "tensorflow", "tf_keras", "torch"])
 def test_a_warning_points_at_the_line_of_the_program(package):
-    """Functions of a library between the program and the one that warns are looked past, of an own adapter, too."""
-    library = {"__name__": package, "warn_caller": warn_caller, "CheckpointWarning": CheckpointWarning}
-    exec("def restore(): load()\ndef load(): warn_caller('The scale starts over', CheckpointWarning)", library)
+    """Functions of libraries between the program and an adapter that warns are looked past."""
+    adapter = {"__name__": "an_adapter.loops", "warn_caller": warn_caller, "Told": CheckpointWarning}
+    exec("def load(): warn_caller('The scale starts over', Told, packages=['an_adapter'])", adapter)
+    library = {"__name__": f"{package}.framework.ops", "load": adapter["load"]}
+    exec("def restore(): load()", library)
     with pytest.warns(CheckpointWarning, match="^The scale starts over$") as caught:
         library["restore"]()
     assert caught[0].filename == __file__

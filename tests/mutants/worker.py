@@ -57,7 +57,8 @@ def _in_child(module, stage, options, failures, output):
         backend, word, *files = stage
         os.environ["KERAS_BACKEND"] = backend
         importlib.import_module(module)
-        assert "keras" not in sys.modules or sys.modules["keras"].backend.backend() == backend
+        chosen = sys.modules["keras"].backend.backend() if "keras" in sys.modules else backend
+        assert chosen == backend, f"Keras runs on {chosen} where the stage asks for {backend}"
         options = [
             *options,
             "-q",
@@ -129,7 +130,7 @@ def main():
     imports, *options = sys.argv[1:]
     for framework in imports.split(","):
         importlib.import_module(framework)
-    if "keras" not in imports.split(","):  # TensorFlow has imported it all the same, and it has chosen its backend
+    if "keras" not in imports.split(","):  # TensorFlow imports Keras, which keeps the backend that it finds
         for name in [each for each in sys.modules if each.partition(".")[0] == "keras"]:
             del sys.modules[name]
     for line in sys.stdin:
