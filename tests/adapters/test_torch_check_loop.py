@@ -1,6 +1,7 @@
 """`check_training_loop`: right loops pass, and each kind of wrong loop is found by its own sentence."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -68,6 +69,37 @@ class Attaches(Loop):
 def test_a_right_loop_passes(loop):
     """All three things are checked; `test_torch_pages.py` has loops that clip and accumulate."""
     assert check_training_loop(loop) == CHECKED
+
+
+class Descent:
+    """An optimizer that is not derived from torch's."""
+
+    def __init__(self, params):
+        self.param_groups = [{"params": list(params), "lr": 1e-2}]
+
+    def step(self):
+        """Descend."""
+        for param in self.param_groups[0]["params"]:
+            param.data -= self.param_groups[0]["lr"] * param.grad
+
+    def zero_grad(self):
+        """Forget the gradients."""
+        for param in self.param_groups[0]["params"]:
+            param.grad = None
+
+
+class Descends(Loop):
+    """One with such an optimizer, and without a schedule."""
+
+    def __init__(self, scaler):
+        super().__init__(scaler)
+        self.optimizer = Descent(self.model.parameters())
+        self.scheduler = types.SimpleNamespace(step=lambda: None)
+
+
+def test_what_an_optimizer_receives_is_seen_of_torchs_alone():
+    """So the sentence about it is left out for another one."""
+    assert check_training_loop(Descends) == [CHECKED[0], CHECKED[2]]
 
 
 def _average_at_once(loop, info):
