@@ -135,7 +135,7 @@ def _losses_by_name(two):
     two.minimize(0, 0.0)
     two.scaled(0, 7.0)
     grads = two.unscale(tape.gradient(first, two.weights[:1]), loss=first)
-    two.optimizer.apply(tape.gradient(second, two.weights[1:]), two.weights[1:], loss=second)
+    two.optimizer.apply(iter(tape.gradient(second, two.weights[1:])), iter(two.weights[1:]), loss=second)
     two.apply([1.0 * grads[0]], 0)
 
 
