@@ -125,6 +125,10 @@ BROKEN = [
         ),
         "loss_scale goes from 65536 to 0 after step",
     ),
+    (
+        _each(loss_scale=lambda old, new, xp: select(old.steps == 2500, new.loss_scale * 0.0, new.loss_scale, xp=xp)),
+        "loss_scale is 0 after 2501 overflows in a row; keep it in bounds(), 1 to 4.29497e+09",
+    ),
     (  # at the upper bound, every 2000 steps
         _finite(
             "loss_scale",
