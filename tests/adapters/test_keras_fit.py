@@ -79,7 +79,7 @@ def test_the_logger_logs_batches_and_spikes_and_raises():
     plain = _model(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
     with pytest.warns(UserWarning, match="LossScaleLogger logs nothing: the optimizer is LossScaleOptimizer") as told:
         plain.fit(DATA, DATA.sum(axis=1), verbose=0, callbacks=[LossScaleLogger()])
-    assert [each.filename for each in told] == [__file__]
+    assert [each.filename for each in told if "logs nothing" in str(each.message)] == [__file__]
     for wrong in (0, "10", 2.5, True):
         with pytest.raises(ValueError, match=f"every_n_batches={wrong!r} must be .*; leave it out for epochs only"):
             LossScaleLogger(every_n_batches=wrong)
