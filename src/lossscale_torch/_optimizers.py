@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 from typing import Any
 
 import torch
@@ -43,29 +42,27 @@ class Fused:
 
         A factor that the user has set before is multiplied in.
         """
-        scale, kernels = scaler._scale, holders(optimizer)
+        scale = scaler._scale
         factor = scale if record["stage"] is READY else record.get("factor")  # that of a clip, if it left one
         # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
-        is_own = getattr(kernels[0], "found_inf", None) is not None
-        preset = None if is_own else getattr(kernels[0], "grad_scale", None)
+        is_own = getattr(optimizer, "found_inf", None) is not None
+        preset = None if is_own else getattr(optimizer, "grad_scale", None)
         if preset is not None:
             factor = preset if factor is None else factor * preset
         flag = combined(record["found_inf_per_device"].values(), scale.device)
         found: Any = torch.ne(flag, 0.0, out=torch.empty_like(flag, dtype=torch.float32))  # NaN is not 0.0, either
         found.is_left_over = True  # if it is there before the next step, which an interrupted one began
-        known = [len(getattr(each, "state", ())) for each in kernels]
+        known = len(getattr(optimizer, "state", ()))
         try:
-            for each in kernels:
-                # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
-                each.found_inf, each.grad_scale = found, factor
+            # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
+            optimizer.found_inf, optimizer.grad_scale = found, factor
             result = optimizer.step(*args, **kwargs)
         finally:
-            for each, name in itertools.product(kernels, ("grad_scale", "found_inf")):
-                if hasattr(each, name):
-                    delattr(each, name)
-        for each, count in zip(kernels, known, strict=True):
-            if len(getattr(each, "state", ())) > count:
-                _zero_unwritten_momentum([*each.state.values()][count:], found)
+            for name in ("grad_scale", "found_inf"):
+                if hasattr(optimizer, name):
+                    delattr(optimizer, name)
+        if len(getattr(optimizer, "state", ())) > known:
+            _zero_unwritten_momentum([*optimizer.state.values()][known:], found)
         return result
 
 
@@ -88,7 +85,7 @@ def kind_of(optimizer: Any) -> type[Plain] | type[Fused] | type[Legacy]:
     the inner optimizer would not receive them.
     """
     if not getattr(optimizer, _FUSED, False):
-        return _kind_of_container(optimizer) if "optimizers" in getattr(optimizer, "__dict__", ()) else Plain
+        return Plain
     if _FUSED not in getattr(optimizer, "__dict__", ()) and not hasattr(type(optimizer), _FUSED):
         return Plain
     return Legacy if _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)) else Fused
@@ -101,27 +98,6 @@ def require_optimizer(optimizer: Any, caller: str) -> None:
             f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
             "pass the torch.optim.Optimizer of these parameters"
         )
-
-
-def holders(optimizer: Any) -> list[Any]:
-    """Return the optimizers whose kernels step a fused one: itself, or those in a container such as torchtitan's."""
-    held = getattr(optimizer, "__dict__", {}).get("optimizers")
-    is_container = isinstance(held, list | tuple) and all(hasattr(each, "param_groups") for each in held)
-    return list(held) if held and is_container and not getattr(optimizer, _FUSED, False) else [optimizer]
-
-
-def _kind_of_container(optimizer: Any) -> type[Plain] | type[Fused]:
-    """Return whether all optimizers in a container are fused; warn if only some are, or one is a container."""
-    held = holders(optimizer)
-    kinds = {kind_of(each) for each in held if each is not optimizer}
-    if kinds == {Fused} and all(holders(each) == [each] for each in held):
-        return Fused
-    if not kinds <= {Plain}:
-        warn_caller(
-            f"{type(optimizer).__name__} holds fused optimizers beside ordinary ones, or in a container; it is stepped "
-            "as an ordinary optimizer, which waits for the device once; give it fused optimizers only"
-        )
-    return Plain
 
 
 @functools.lru_cache(maxsize=64)

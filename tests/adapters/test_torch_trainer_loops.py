@@ -152,9 +152,7 @@ def _torchtitan(model, optimizer, schedule, max_norm, data):
     source = code_of(PAGE, "torchtitan, FSDP2").replace("max_norm=1.0", f"max_norm={max_norm}")
     data = [[(micro_batch, 1.0) for micro_batch in micro_batches] for micro_batches in data]
     names = {"model": model, "optimizers": optimizer, "lr_schedulers": schedule, "data": data}
-    scaler = _run(source, loss_fn=_loss_fn, **names)["scaler"]
-    assert optimizer.steps == STEPS  # with its hooks, also where fused optimizers skip themselves
-    return scaler
+    return _run(source, loss_fn=_loss_fn, **names)["scaler"]
 
 
 def _verl(model, optimizer, schedule, max_norm, data):
