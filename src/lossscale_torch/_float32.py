@@ -28,6 +28,8 @@ from lossscale_torch._range import (
     require_model_and_function,
 )
 
+_MAX_MODULES = 16
+
 
 def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
     """Run the named modules in float32, inside `torch.autocast` and under FSDP2, too.
@@ -177,7 +179,6 @@ def float32_plan(
     loss_fn: Callable[[], Tensor] | Sequence[Callable[[], Tensor]],
     *,
     at_least: float = 2.0**0,
-    limit: int = 16,
 ) -> Float32Plan:
     """Search the modules that must run in float32, so that neither the forward nor the backward pass overflows.
 
@@ -190,7 +191,6 @@ def float32_plan(
         loss_fn: Runs the forward pass as for `range_report`, on the same batch each time; or several such functions, of
             which the plan must fit all.
         at_least: The smallest loss scale to accept.
-        limit: How many modules to name before it stops.
 
     Returns:
         The plan: `print` it, and pass its `modules` to `keep_in_float32` before training. `patterns` are the same, with
@@ -217,9 +217,9 @@ def float32_plan(
             names = names if forward else search.minimal(names, None)
             forward = forward or (names, search.report(names) if names else before)
         place = search.candidate(overflow.places, names)
-        if not place or len(names) >= limit:
+        if not place or len(names) >= _MAX_MODULES:
             hint = "no module can be kept for it; compute it in float32 there, or make the loss or its values smaller"
-            hint = f"limit={limit} is reached" if place else hint
+            hint = f"{_MAX_MODULES} modules are kept already" if place else hint
             note = f"{text}; {hint}" if overflow.places else text
             first = "".join(overflow.places[:1])
             names = names[:-1] if overflow.kind == "error" else [each for each in names if not _is_in(first, each)]

@@ -311,6 +311,5 @@ def test_a_plan_fits_all_batches_and_changes_nothing(monkeypatch, capsys):
     assert all((param.grad == 1).all() for param in model.parameters())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert float32_plan(model, loss_fns, limit=0).note.endswith("limit=0 is reached")
     with pytest.raises(TypeError, match=r"given function and Sequential; .* write float32_plan\(model, lambda"):
         float32_plan(loss_fns[0], model)
