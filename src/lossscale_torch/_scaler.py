@@ -27,7 +27,7 @@ from lossscale_core import (
     metrics,
 )
 from lossscale_core.adapters import BAD_LOSS, check_setting, explain_arguments, shown, tree, warn_caller
-from lossscale_core.errors import CallOrderError
+from lossscale_core.errors import CallOrderError, PolicyError
 from lossscale_torch import _state
 from lossscale_torch._attach import Attach
 from lossscale_torch._attempts import Attempt, attempts
@@ -90,7 +90,7 @@ class GradScaler(PlacedScaler):
         hooks: Objects of `lossscale_torch.hooks.Hook`, called at each step before those of the arguments above.
 
     Raises:
-        PolicyError: For `policy` together with torch's settings, and for settings that break a rule.
+        PolicyError: For `policy` together with torch's settings, for settings that break a rule, and for two guards.
         TypeError: For a `device` that is not a device.
         ValueError: For the name of a device type that is unknown to torch.
     """
@@ -140,8 +140,8 @@ class GradScaler(PlacedScaler):
         given = [*require_hooks(hooks), *([Guard(guard)] if guard is not None else [])]
         self._needs_norm = any(each.needs_norm for each in given)
         guards = [each for each in given if isinstance(each, Guard)]  # they see the norm that all ranks have
-        for number, each in enumerate(guards[1:], 2):
-            each.entry = f"guard_{number}"
+        if len(guards) > 1:
+            raise PolicyError(f"a scaler takes one guard, and {len(guards)} were given; pass one of them, as guard=")
         vetoing = [each for each in given if each not in guards]
         self._can_veto = bool(vetoing)
         self._watch = Watch()

@@ -22,7 +22,7 @@ from lossscale_torch._step_info import StepInfo
 
 READY, UNSCALED, STEPPED = OptState  # access to an enum's members by name is slow
 SPIKE = "spike"
-"""The text under which a guard's veto is recorded; that of a second guard begins with it."""
+"""The text under which the veto of the guard is recorded."""
 _HAS_CUDA = torch.backends.cuda.is_built()
 _LARGEST_COUNT = 2**31 - 1
 _WITH_UPDATE_KERNEL = ("cpu", "cuda", "mps", "xpu")
@@ -32,11 +32,6 @@ Found = tuple[bool, bool, bool, bool]
 
 
 # The flags of a step.
-
-
-def is_spike(key: Any) -> bool:
-    """Return whether a flag under `key` is the veto of a guard."""
-    return type(key) is str and key.startswith(SPIKE)
 
 
 def found_on_host(records: Iterable[dict[str, Any]]) -> Found | None:
@@ -50,7 +45,7 @@ def found_on_host(records: Iterable[dict[str, Any]]) -> Found | None:
             if type(key) is not str:
                 had_gradients, overflowed = True, overflowed or is_set
             elif is_set:
-                vetoed, spiked = True, spiked or is_spike(key)
+                vetoed, spiked = True, spiked or key == SPIKE
     return had_gradients, overflowed, vetoed, spiked and not overflowed
 
 
@@ -183,7 +178,7 @@ def advance_on_device(policy: Any, state: OnDevice, tensors: Any, records: Any, 
     state.after = None if state.is_recorded else (scale_after, scale._version)
     if vetoed is None:
         return StepInfo(is_good, used, scale_after, streak, is_bad)
-    spikes = [flag for key, flag in flags if is_spike(key)]
+    spikes = [flag for key, flag in flags if key == SPIKE]
     spiked = vetoed if len(spikes) == len(vetoes) else torch.logical_and(vetoed, combined(spikes, device))
     return StepInfo(is_good ^ vetoed, used, scale_after, streak, is_bad, spiked)
 

@@ -23,7 +23,6 @@ from lossscale_torch._state import (
     assign,
     combined,
     is_being_recorded,
-    is_spike,
     may_have_moved,
     read,
     unrecorded,
@@ -80,16 +79,14 @@ class Guard(Hook):
     """
 
     needs_norm = True
-    entry = "guard"
-    """The name in a state dict; a second guard of a scaler has another."""
 
     def __init__(self, rule: SpikeGuard) -> None:
         check_guard(rule)
         self.rule = rule
         self._states: dict[int, Any] = {}  # by the ids of optimizers
         self._owners: dict[int, Any] = {}  # references to them: the id of a dead one may come again
-        self._proposed: dict[int, tuple[Any, str, Any]] = {}
-        """Of this step: the norm, the name of this guard's flag, and the state if the norm is to be remembered."""
+        self._proposed: dict[int, tuple[Any, Any]] = {}
+        """The norm of this step, and the state if the norm is to be remembered."""
         self._loaded: list[Any] = []
 
     def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
@@ -116,26 +113,22 @@ class Guard(Hook):
             norm = min(value, _LARGEST) if is_known else math.inf
             accepted, after = self.rule.check(state, norm)
             flag = torch.tensor(float(not accepted), dtype=torch.float32)
-        name = SPIKE if SPIKE not in found else f"{SPIKE} {len(found)}"  # of a second guard
-        self._proposed[key], found[name] = (norm, name, after), flag
+        self._proposed[key], found[SPIKE] = (norm, after), flag
 
     def after_update(self, scaler: Any, info: StepInfo) -> None:
-        """Remember the norms of steps that were applied, or that only guards refused, this one among them.
+        """Remember the norms of steps that were applied, or that only this guard refused.
 
         Raises `OverflowStreakError` if a state on the host has reached the guard's `max_streak`.
         """
         proposed, self._proposed = self._proposed, {}
         on_host = {}
-        for key, (norm, name, after) in proposed.items():
+        for key, (norm, after) in proposed.items():
             state, found = self._states[key], scaler._per_optimizer_states[key]["found_inf_per_device"]
-            if name not in found:  # the record was replaced
+            if SPIKE not in found:  # the record was replaced
                 continue
-            refuses, device = found[name] != 0.0, found[name].device
-            others = [  # after an overflow there is nothing to remember: the norm was not finite
-                torch.where(refuses, 0.0, moved(flag, device)) if is_spike(other) else flag
-                for other, flag in found.items()
-                if type(other) is str and other != name
-            ]
+            device = found[SPIKE].device
+            # After an overflow there is nothing to remember: the norm was not finite.
+            others = [flag for name, flag in found.items() if type(name) is str and name != SPIKE]
             if not isinstance(state.mean, Tensor):
                 if not any(read(others, device)):
                     self._states[key], on_host[key] = after, norm
@@ -174,11 +167,11 @@ class Guard(Hook):
         """Return one state, or a list with one for each optimizer. Synchronises if on a device."""
         states = self.states() or [self.rule.init_state()]
         entries = [{name: value.item() for name, value in each._asdict().items()} for each in states]
-        return {self.entry: entries[0] if len(entries) == 1 else entries}
+        return {"guard": entries[0] if len(entries) == 1 else entries}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with the saved states, in the order of the optimizers' first steps."""
-        entry, version = state_dict.get(self.entry), state_dict.get("version", 1)
+        entry, version = state_dict.get("guard"), state_dict.get("version", 1)
         entries = entry if isinstance(entry, list | tuple) else [entry]
         loaded: list[Any] = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
         self._forget_dead()
@@ -205,12 +198,12 @@ class Guard(Hook):
         return torch.where(accepted, 0.0, 1.0), after
 
     def __reduce__(self) -> Any:
-        return _guard_with, (self.rule, self.states(), self.entry)
+        return _guard_with, (self.rule, self.states())
 
 
-def _guard_with(rule: SpikeGuard, states: list[Any], entry: str) -> Guard:
+def _guard_with(rule: SpikeGuard, states: list[Any]) -> Guard:
     guard = Guard(rule)
-    guard._loaded, guard.entry = states, entry
+    guard._loaded = states
     return guard
 
 

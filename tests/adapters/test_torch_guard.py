@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from lossscale_core import SpikeGuard
-from lossscale_core.errors import CheckpointError, OverflowStreakError, SyncError
+from lossscale_core.errors import CheckpointError, OverflowStreakError, PolicyError, SyncError
 from lossscale_torch import GradScaler, guarded
 from lossscale_torch.hooks import Guard
 from tests.adapters.emulated_device import Emulated
@@ -55,18 +55,22 @@ def test_each_optimizer_is_remembered_by_itself(kind):
             assert _remembered(scaler) == norms
 
 
-@KINDS
-def test_two_guards_have_a_veto_each(kind):
-    """The second does not lift the veto of the first; the one that accepts a refused step does not remember it.
+@pytest.mark.parametrize("settings", [{"guard": RULE, "hooks": [Guard(RULE)]}, {"hooks": [Guard(RULE), Guard(RULE)]}])
+def test_a_second_guard_is_refused(settings):
+    """A scaler takes one guard, as `guard=` or among the hooks."""
+    with pytest.raises(PolicyError, match="one guard, and 2 were given; pass one of them, as guard="):
+        GradScaler("cpu", **settings)
 
-    Each continues with its own norms, also in a copy and a pickle.
-    """
+
+@KINDS
+def test_copies_and_checkpoints_continue_with_the_norms(kind):
+    """A copy, a pickle and a scaler that loads the checkpoint have the guard's norms."""
     with Emulated("mps"):
-        (param, _), (optimizer, _), scaler = _made(kind, hooks=[Guard(RULE), Guard(SpikeGuard(warmup=9))])
+        (param, _), (optimizer, _), scaler = _made(kind)
         infos = [take_steps([param], [optimizer], scaler, size) for size in (1.0, 1.0, 1e4)]
-        assert [(bool(each.applied), bool(each.spiked)) for each in infos] == [(True, False)] * 2 + [(False, True)]
-        assert [scaler.state_dict()[name]["norms"] for name in ("guard", "guard_2")] == [3, 2]
-        fresh = _made(kind, hooks=[Guard(RULE), Guard(SpikeGuard(warmup=9))])[2]
+        assert [(bool(info.applied), bool(info.spiked)) for info in infos] == [(True, False)] * 2 + [(False, True)]
+        assert scaler.state_dict()["guard"]["norms"] == 3
+        fresh = _made(kind)[2]
         fresh.load_state_dict(scaler.state_dict())
         copied = () if "device" in kind else (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler)))
         assert all(other.state_dict() == scaler.state_dict() for other in (fresh, *copied))
