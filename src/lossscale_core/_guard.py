@@ -13,7 +13,7 @@ import numpy as np
 
 from lossscale_core._arrays import HOST, namespace
 from lossscale_core._messages import shown
-from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule, explain_arguments
+from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule
 from lossscale_core._state import Array, ArrayT_co, HostScalar, Namespace, one_more
 from lossscale_core.errors import OverflowStreakError, PolicyError
 
@@ -57,7 +57,6 @@ class GuardState(NamedTuple, Generic[ArrayT_co]):
     """float32: the spikes in a row up to now."""
 
 
-@explain_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeGuard:
     """Skip a step if its gradient norm is far above the norms before it.

@@ -14,7 +14,7 @@ import numpy as np
 from lossscale_core._arrays import HOST, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
 from lossscale_core._messages import require_flag
-from lossscale_core._settings import SMALLEST_SCALE, explain_arguments
+from lossscale_core._settings import SMALLEST_SCALE
 from lossscale_core._state import Array, HostScalar, Namespace, ScaleState, StateT, loss_scale_of, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
@@ -26,7 +26,6 @@ _Change: TypeAlias = Callable[[Any, Array, Namespace], Array]
 _UPDATE = "update(state, grads_finite)"
 
 
-@explain_arguments
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoScaling(BaseScaling):
     """Keep the loss scale at 1, and still skip the steps that overflow.
@@ -51,7 +50,6 @@ class NoScaling(BaseScaling):
         return after
 
 
-@explain_arguments
 @dataclasses.dataclass(frozen=True, slots=True)
 class FixedScaling(BaseScaling):
     """Keep the loss scale at `init_scale`, and skip the steps that overflow.
@@ -80,7 +78,6 @@ class FixedScaling(BaseScaling):
         return after
 
 
-@explain_arguments
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScaling(BaseScaling):
     """Raise the loss scale while gradients stay finite, and lower it when they overflow.

@@ -1,18 +1,14 @@
 """The rules of a policy's fields as data, from which checks and the command's tables are made."""
 
 import dataclasses
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from lossscale_core._messages import shown, unknown_name
+from lossscale_core._messages import shown
 from lossscale_core.errors import PolicyError
-
-CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest loss scale of any policy; smaller scales are subnormal in float32 and lose bits."""
@@ -120,30 +116,6 @@ _ARGUMENTS = {
 """The rule of each number that adapters take in addition to a policy, by the name of the argument."""
 
 
-_MAX_NORM_ELSEWHERE = "max_norm global_clipnorm clip_norm clip_grad clip_grad_norm max_grad_norm gradient_clip_val"
-_OTHER_NAMES = {
-    "init_scale": "initial_scale init_loss_scale initial_loss_scale",
-    "growth_factor": "multiplier scale_factor incr_ratio",
-    "backoff_factor": "decr_ratio",
-    "growth_interval": (
-        "dynamic_growth_steps scale_window loss_scale_window increment_period period incr_every_n_steps"
-    ),
-    "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
-    "min_scale": "min_loss_scale minimum_loss_scale",
-    "max_scale": "max_loss_scale maximum_loss_scale",
-    "max_norm": _MAX_NORM_ELSEWHERE,
-    "global_clipnorm": _MAX_NORM_ELSEWHERE,
-    "accumulation_steps": "gradient_accumulation_steps every_k_schedule",
-}
-"""What other tools call an argument, by its name here."""
-
-
-def _name_here(name: str, known: list[str]) -> str:
-    """Return the name here of an argument of another tool: a known one if there is one, or else a setting's."""
-    here = [each for each, others in _OTHER_NAMES.items() if name in others.split()]
-    return next((each for each in here if each in known), next((each for each in here if each in RULES), name))
-
-
 def check_setting(name: str, value: Any) -> Any:
     """Check one value by the rule of the setting of this name, without the other settings of a policy.
 
@@ -188,45 +160,3 @@ def require_ordered_scales(settings: Mapping[str, Any]) -> None:
             raise PolicyError(
                 f"{low}={settings[low]!r} must not exceed {high}={settings[high]!r}; lower {low} or raise {high}"
             )
-
-
-def explain_arguments(called: CallableT) -> CallableT:
-    """Let a misspelt argument raise a `TypeError` that names the nearest one, or the policy that has such a setting.
-
-    Args:
-        called: A dataclass, or a function without `**kwargs`, such as the `__init__` of a class.
-
-    Returns:
-        The class, or the function with the same signature.
-    """
-    if isinstance(called, type):
-        called.__init__ = explain_arguments(called.__init__)  # type: ignore[misc]
-        return called
-    owner = called.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(called)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return called(*args, **kwargs)
-        except TypeError:
-            places = inspect.signature(called).parameters
-            known = [name for name in places if name != "self"]
-            wrong = next((name for name in kwargs if name not in known), None)
-            if wrong is None:
-                raise
-            named = [(_name_here(name, known), value) for name, value in kwargs.items() if name not in known]
-            message, here = unknown_name(wrong, f"an argument of {owner}", known), _name_here(wrong, known)
-            if here in known:
-                message = f"{shown(wrong)} is called {here} in {owner}; write {here}={shown(kwargs[wrong])}"
-            elif here in RULES and "policy" in known:
-                settings = ", ".join(f"{name}={shown(value)}" for name, value in named if name in RULES)
-                message = f"{wrong} is a setting of a policy; write {owner}(..., policy=DynamicScaling({settings}))"
-            else:
-                for name, value in (*zip(places, args, strict=False), *kwargs.items()):
-                    # An attribute of what was given, and not a method: clipnorm of the optimizer to wrap.
-                    if name in known and not callable(getattr(value, wrong, callable)):
-                        setting = f"{type(value).__name__}(..., {wrong}={shown(kwargs[wrong])})"
-                        message = f"{wrong} is a setting of the {name}; write {owner}({setting}, ...)"
-            raise TypeError(message) from None
-
-    return cast(CallableT, explained)

@@ -24,7 +24,7 @@ from lossscale_core._report import (
     log_event,
     require_pairs,
 )
-from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting, explain_arguments
+from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
 from lossscale_core._state import loss_scale_of
 from lossscale_core._step import clip_divisor, decide, norm_by_unit
 
@@ -40,7 +40,6 @@ __all__ = [
     "check_spike_streak",
     "clip_divisor",
     "decide",
-    "explain_arguments",
     "guard_state_from_dict",
     "log_event",
     "loss_scale_of",

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
-from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, explain_arguments, shown
+from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, shown
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _gradients
 from lossscale_jax._gradients import PyTree, Skip, Tree, as_arrays, divide, lifted, map_gradients, multiply
@@ -65,7 +65,6 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         return self.update.apply_gradients(grads, state, params, **extra_args)
 
 
-@explain_arguments
 def loss_scaled(
     inner: optax.GradientTransformation,
     policy: PolicyLike,

@@ -65,7 +65,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         PolicyError: Another argument is not valid.
     """
 
-    @adapters.explain_arguments
     def __init__(
         self,
         inner_optimizer: Any,

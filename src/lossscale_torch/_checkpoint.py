@@ -41,8 +41,8 @@ def policy_of(policy: Any, torchs: dict[str, Any]) -> ScalingPolicy:
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if is_number and 0 < scale < math.inf:  # torch's scaler takes every such scale
         scale = _bounded("init_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
-    elif not isinstance(scale, (Real, str)):
-        raise PolicyError(f"init_scale={shown(scale)} must be a number; pass 2.0**16, or a policy as policy=")
+    elif not isinstance(scale, Real):  # "dynamic" or a policy is often passed in the place of the scale
+        raise PolicyError(f"init_scale={shown(scale)} must be a number such as 2.0**16; for a policy, pass policy=...")
     return DynamicScaling(init_scale=scale, **_torchs_rule(torchs))
 
 

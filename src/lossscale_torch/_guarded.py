@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core import SpikeGuard
-from lossscale_core.adapters import check_setting, explain_arguments, shown
+from lossscale_core.adapters import check_setting, shown
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import params_of
@@ -44,7 +44,6 @@ class GuardedOptimizer(_AnyOptimizer):
         return numbers
 
 
-@explain_arguments
 def guarded(
     optimizer: torch.optim.Optimizer,
     *,

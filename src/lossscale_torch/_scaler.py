@@ -26,7 +26,7 @@ from lossscale_core import (
     diagnose,
     metrics,
 )
-from lossscale_core.adapters import BAD_LOSS, check_setting, explain_arguments, shown, tree, warn_caller
+from lossscale_core.adapters import BAD_LOSS, check_setting, shown, tree, warn_caller
 from lossscale_core.errors import CallOrderError, PolicyError
 from lossscale_torch import _state
 from lossscale_torch._attach import Attach
@@ -98,7 +98,6 @@ class GradScaler(PlacedScaler):
     last_step: StepInfo
     """The outcome of the last `update`, for code in which a framework calls `update`; before it, a step not applied."""
 
-    @explain_arguments
     def __init__(
         self,
         device: str = "cuda",

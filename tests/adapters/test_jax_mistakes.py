@@ -278,11 +278,6 @@ MISTAKES = {
         (lambda: scale("1.0", STATE), r"'1\.0' is not a loss; call scale\(loss, state\)"),
         (lambda: value_and_grad(STATE), r"fun=.* must be a function that returns a loss; call value_and_grad\(fun\)"),
         (lambda: all_finite({"a": "w"}), "'w' is not an array; pass a pytree of arrays, such as jax.grad returns"),
-        # a setting that is misspelt, or has its name in another tool
-        (_wrapped(max_nrm=1.0), "'max_nrm' is not an argument of loss_scaled; did you mean 'max_norm'"),
-        (_wrapped(clip_norm=1.0), "'clip_norm' is called max_norm in loss_scaled; write max_norm=1.0"),
-        (_wrapped(scale_window=9), r"is a setting of a policy; .*DynamicScaling\(growth_interval=9\)"),
-        (_wrapped(every_k_schedule=4), "'every_k_schedule' is called accumulation_steps in loss_scaled"),
     ],
     ScaleStateError: [
         (

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import functools
 import inspect
 import math
 import re
@@ -41,16 +40,9 @@ COUNT = "must be a whole number from 1 to 2**31 - 1; pass 1 for one"
 NOT_A_POLICY = "is not a loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', a num"
 CALL_UPDATE = "call update(state, grads_finite)"
 _log, _update, _set = ScaleWatch().log, POLICY.update, check_setting
-_replaced = functools.partial(dataclasses.replace, POLICY)
 GUARD, RUN = SpikeGuard(), {"policy": "dynamic", "grads_finite": [True, True]}
 MISTAKES = {
     TypeError: [
-        # a setting that is misspelt, or has its name in another tool
-        (DynamicScaling, {"grow_interval": 3}, "'grow_interval' is not an argument of DynamicScaling; did you mean"),
-        (_replaced, {"hysteresys": 2}, "did you mean 'hysteresis'? known: init_scale, growth_factor, backoff_factor"),
-        (NoScaling, {"init_scale": 4.0}, "'init_scale' is not an argument of NoScaling; known: none"),
-        (DynamicScaling, {"scale_window": 9}, "is called growth_interval in DynamicScaling; write growth_interval=9"),
-        (SpikeGuard, {"treshold": 8.0}, "'treshold' is not an argument of SpikeGuard; did you mean 'threshold'?"),
         *((each, (8.0,), "takes 1 positional argument but 2 were given") for each in (DynamicScaling, SpikeGuard)),
         # arguments in another order
         (_update, (True, STATE), f"state=True is not a state, since it has no loss_scale; {CALL_UPDATE}"),
