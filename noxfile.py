@@ -105,10 +105,11 @@ def _test_with(session: nox.Session, framework: str, *constraints: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting: `nox -s lint`."""
+    """Check style, formatting and the layers of imports: `nox -s lint`."""
     session.install(*_group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache", "--no-logo", env={"PYTHONPATH": "src"})  # of pyproject.toml
 
 
 @nox.session

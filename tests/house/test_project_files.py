@@ -75,12 +75,6 @@ def test_each_release_in_the_changelog_has_a_date():
     assert not re.search(r"^(version|date-released):", _text("CITATION.cff"), flags=re.MULTILINE)
 
 
-def test_pre_commit_runs_the_linter_of_ci():
-    """The pinned ruff of `nox -s lint`, for both of its commands."""
-    pins = re.findall(r'additional_dependencies: \["([^"]+)"\]', _text(".pre-commit-config.yaml"))
-    assert pins == GROUPS["lint"] * 2
-
-
 def test_the_public_workflow_runs_every_default_session_and_every_nightly_one():
     """What the README's command runs, framework by framework, and what is for the night: functions of noxfile.py."""
     text, everywhere = _text(".github/workflows/ci.yml"), ("tests", "oldest", "kaggle", "colab", "newest", "sweep")

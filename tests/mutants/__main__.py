@@ -22,12 +22,10 @@ from pathlib import Path
 from subprocess import PIPE
 
 from operators import meaning, mutate_code, places
+from own_tests import TESTS, own_tests
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
-sys.path.insert(0, str(ROOT))
-
-from tests.house.plan import TESTS, own_tests  # noqa: E402
 
 BACKENDS = ["tensorflow", "jax", "torch"]
 IMPORTS = {  # what the tests of a package import, and a worker has imported before it forks

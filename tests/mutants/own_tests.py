@@ -1,0 +1,119 @@
+"""The test files of each module, which `nox -s mutants` runs first on the mutants of the module."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEST_FILES = {
+    "lossscale": "command/",
+    "lossscale_core": "core/",
+    "lossscale_torch": "adapters/torch_",
+    "lossscale_jax": "adapters/jax_",
+    "lossscale_tf": "adapters/tensorflow_",
+    "lossscale_keras": "adapters/keras_",
+}
+"""How the names of a package's test files begin, below `tests` and without `test_`."""
+
+TESTS = {
+    "lossscale_core": """
+        _policy: policy_rule tolerant_policy policy_settings testing conformance mistakes
+        _state: policy_rule conformance mistakes import adapters/jax_mistakes@not_there_yet
+        _base: own_policies check_policy mistakes
+        _arrays _tree: verbs all_finite mistakes conformance
+        _settings: policy_settings config mistakes
+        _files: config command/files command/hostile_files
+        _messages errors: mistakes policy_settings config report
+        _step: conformance guard conformance/guards_across_frameworks
+        adapters __init__: import mistakes testing
+        *: watch
+    """,
+    "lossscale_core.testing": """
+        _check: check_policy own_policies
+        _simulation: testing mistakes guard
+        loops: testing adapters/jax_check_step
+        __init__: testing
+    """,
+    "lossscale_torch": """
+        _gradients: clipping odd_gradients devices norms messages
+        _step_info: scaler hooks
+        _versions: scaler attach
+        _ranks: distributed norms
+        _snapshots: attempts hooks transactions
+        _state _placement: states scaler synchronisation loops transactions
+        _checkpoint: scaler broken_files other_tools messages
+        _verbs: conformance/backends@torch conformance/wrong_arguments@torch odd_gradients
+        _optimizers: odd_optimizers states transactions loops differences
+        _clip: clipping norms fuzz guard transactions
+        _report: reports messages
+        _range: reports float32 messages
+        _skip_log: guarded messages
+        testing: check_loop pages messages
+        __init__: scaler
+        *: graphs other_packages
+    """,
+    "lossscale_jax": """
+        _gradients: verbs mistakes optimizer conformance/backends@jax distributed@forgotten
+        _states: optimizer mistakes distributed check_step@split_modules
+        testing: check_step mistakes
+        __init__: verbs
+        *: guard bits programs other_tools around
+    """,
+    "lossscale_keras": """
+        _backend: steps last_loss adapters/tensorflow_last_loss adapters/tensorflow_fit
+        _step: steps last_loss saving adapters/tensorflow_fit adapters/tensorflow_promises_keras@promise_052
+        _optimizer: steps last_loss saving adapters/tensorflow_fit
+        _losses: adapters/tensorflow_last_loss last_loss steps
+        _replicas: adapters/tensorflow_last_loss adapters/tensorflow_fit last_loss
+        _report _verbs: steps conformance/backends@keras
+        _logger: fit adapters/tensorflow_watch
+        __init__: steps
+        *: adapters/tensorflow_keras
+    """,
+    "lossscale_tf": """
+        _documented: mistakes promises_keras promises_v1 other_tools
+        _marks: last_loss promises_keras promises_v1
+        _state: mistakes promises_keras promises_v1 verbs
+        _report: mistakes verbs
+        __init__: imports
+        *: watch conformance/backends@tensorflow
+    """,
+    "lossscale_tf.keras": """
+        _inner _slots _names: promises_keras keras
+        _arguments: mistakes promises_keras
+        _saving: keras promises_keras adapters/keras_saving
+        _optimizer: keras promises_keras last_loss mistakes fit
+        __init__: promises_keras
+    """,
+    "lossscale_tf.v1": """
+        _step __init__: promises_v1 mistakes other_tools
+        _optimizer: promises_v1 mistakes saving other_tools
+        *: conformance/checkpoints_across_frameworks@compat
+    """,
+    "lossscale": """
+        _recording _script: adapters/torch_run
+        _versions __main__: running
+        __init__: other_tools hostile_files adapters/torch_other_tools
+        *: command
+    """,
+    "lossscale.cli": """
+        __init__ _shared policy simulate: command files hostile_files
+        _trace plot _pictures: command demo hostile_files
+        checkpoint: command hostile_files adapters/torch_hostile_files
+        run: adapters/torch_run
+        *: command_page
+    """,
+}
+"""The test files of each module that has none of its own name, as `test_guard.py` is for `_guard`.
+
+A file has the rest of its name, or the name from the folder on where it is another package's. `@` limits it to the
+tests that name a word. `*` has the other files of the package, which run last.
+"""
+
+
+def own_tests(package):
+    """Return the test files of each module of a package, below `tests` and without `test_`."""
+    start = TEST_FILES[package.partition(".")[0]]
+    rows = [line.split(":") for line in TESTS[package].strip().splitlines()]
+    named = {module: files.split() for modules, files in rows for module in modules.split()}
+    modules = [path.stem for path in (ROOT / "src" / package.replace(".", "/")).glob("*.py")]
+    listed = {module: [module.strip("_")] for module in modules} | named
+    return {module: [each if "/" in each else start + each for each in files] for module, files in listed.items()}
