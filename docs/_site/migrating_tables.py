@@ -1,4 +1,4 @@
-"""Draw the key tables of `docs/migrating.md` from the table of tools: `python docs/_site/migrating_tables.py`."""
+"""Draw the settings in `docs/migrating.md` from the table of tools: `python docs/_site/migrating_tables.py`."""
 
 import re
 from pathlib import Path
@@ -8,28 +8,30 @@ from lossscale.other_tools import table
 from lossscale_core.adapters import shown_number, write_whole
 
 PAGE = Path(__file__).parents[1] / "migrating.md"
-_DRAWN = re.compile(r"(<!-- keys of (\w+), drawn [^\n]+ -->\n).*?(?=\n#|\Z)", re.DOTALL)
+_DRAWN = re.compile(r"(<!-- drawn by docs/_site/migrating_tables.py -->\n).*", re.DOTALL)
+_HEADER = "| tool | keys with defaults: the setting here | always | in a checkpoint |\n|---|---|---|---|"
 
 
 def drawn(text: str) -> str:
-    """Return the page with its tables as they should be."""
-    return _DRAWN.sub(lambda match: f"{match[1]}{_keys_of(table()[match[2]])}", text)
+    """Return the page with its table as it should be."""
+    rows = "\n".join(_row(name, tool) for name, tool in table().items())
+    return _DRAWN.sub(lambda match: f"{match[1]}\n{_HEADER}\n{rows}\n", text)
 
 
-def _keys_of(tool: dict[str, Any]) -> str:
+def _row(name: str, tool: dict[str, Any]) -> str:
     others: dict[str, list[str]] = {}
     for other, key in tool.get("names", {}).items():
-        others.setdefault(key, []).append(other)
-    parts = []
-    for keys in filter(None, (tool["keys"], tool.get("more_keys"))):
-        rows = [
-            f"| {', '.join(f'`{each}`' for each in (key, *others.get(key, ())))} | {_default(default)} | {how} |"
+        others.setdefault(key, []).append(f"`{other}`")
+    forms = "<br><br>".join(
+        "<br>".join(
+            ", ".join([*others.get(key, ()), f"`{key}{_default(default)}`{f': {how}' if how != key else ''}"])
             for key, (how, default) in keys.items()
-        ]
-        parts.append("\n".join(["", "| key | default | here |", "|---|---|---|", *rows, ""]))
-    rule = ", ".join(f"`{name}` {_default(value)}" for name, value in tool["rule"].items())
-    saved = ", ".join(f"`{name}`" for name in re.findall(r"\w+", str(_names(tool["saved"]))) if name != "or")
-    return "".join(parts) + f"\nAlways: {rule}. In a checkpoint: {saved}. Read from {tool['version']}.\n"
+        )
+        for keys in filter(None, (tool["keys"], tool.get("more_keys")))
+    )
+    saved = "<br>".join(f"`{each}`" for each in re.findall(r"\w+", str(_names(tool["saved"]))) if each != "or")
+    rule = "<br>".join(f"`{setting}{_default(value)}`" for setting, value in tool["rule"].items())
+    return f"| `{name}`: {tool['version']} | {forms} | {rule} | {saved} |"
 
 
 def _names(saved: dict[str, Any]) -> list[Any]:
@@ -37,9 +39,11 @@ def _names(saved: dict[str, Any]) -> list[Any]:
 
 
 def _default(value: Any) -> str:
+    if value == "required":
+        return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value).lower()
-    return shown_number(value).replace("inf", "none") if value else "none" if isinstance(value, float) else "0"
+        return f"={str(value).lower()}"
+    return "=" + (shown_number(value).replace("inf", "none") if value else "none" if isinstance(value, float) else "0")
 
 
 if __name__ == "__main__":
