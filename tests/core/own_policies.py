@@ -79,8 +79,8 @@ class AdditiveScaling(BaseScaling):
 
 
 def policy_of_the_docs():
-    """Return a policy of the class in `docs/policies.md`."""
-    page = (Path(__file__).parents[2] / "docs/policies.md").read_text()
+    """Return a policy of the class in `docs/extending.md`."""
+    page = (Path(__file__).parents[2] / "docs/extending.md").read_text()
     # torch.compile looks the names of a function up in the module that it says it is from.
     module = sys.modules["policy_of_the_docs"] = types.ModuleType("policy_of_the_docs")
     for example in doctest.DocTestParser().get_examples(page.partition("## A policy of your own")[2]):
