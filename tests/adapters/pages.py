@@ -22,11 +22,6 @@ def code_of(page: str, heading: str, number: int = 0, *, before: bool = False) -
     return block
 
 
-def headings_with_code(page: str) -> list[str]:
-    """Return the headings of a page that have Python below them, in order."""
-    return list(_blocks((ROOT / page).read_text(encoding="utf-8")))
-
-
 def _blocks(text: str, dropped: str = "-") -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for block in re.finditer(r"^( *)```(python|diff)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):

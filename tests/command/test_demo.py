@@ -5,7 +5,6 @@ import io
 import json
 
 import matplotlib.image
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -41,29 +40,6 @@ def test_the_demo_does_not_overstate_its_case():
     assert _train("float16, fixed 64").accuracy > 0.97
     assert _train("float16, fixed 64", 1e-6).accuracy < 0.8
     assert _train("float16, dynamic", 1e-6).accuracy > 0.97
-
-
-@pytest.mark.parametrize(
-    ("name", "losses", "largest", "grows_at"),
-    [
-        ("float32", [2.548232, 2.391801, 1.222447, 0.326725], [1.351989e-06, 1.300077e-06, 1.197710e-06], []),
-        ("float16, no scaling", [2.548182, 2.509494, 2.511379, 2.490797], [0.0, 0.0, 0.0], []),
-        (
-            "float16, dynamic",
-            [2.548182, 2.391881, 1.222975, 0.326847],
-            [1.351e-06, 1.303e-06, 1.210e-06],
-            [10, 20, 30, 40],
-        ),
-    ],
-)
-def test_a_run_is_the_one_of_its_seed(name, losses, largest, grows_at):
-    """Losses of the steps 0, 1, 20 and 40 and the largest gradients, so that a change of the demo is seen."""
-    run = _train(name, steps=41)
-    loss, scale, skipped, gradient_max = run.steps
-    assert loss[[0, 1, 20, 40]].tolist() == pytest.approx(losses, rel=2e-3)
-    assert gradient_max[[0, 20, 40]].tolist() == pytest.approx(largest, rel=1e-2)
-    assert np.flatnonzero(np.diff(scale) > 0.0).tolist() == [step - 1 for step in grows_at]
-    assert not skipped.any()
 
 
 def test_what_overflowed_is_known_from_float32():
@@ -144,8 +120,6 @@ def test_the_command_leaves_a_table_pictures_and_a_trace(tmp_path):
     assert wide.shape[1] > 2 * wide.shape[0]
     assert narrow.shape[0] > 2 * narrow.shape[1]
     assert narrow.shape[1] <= 720
-    assert wide[0, 0, 3] == 0.0  # transparent, for dark pages
-    assert wide[:40].max() > 0.0  # the title is above the panels
 
 
 def test_the_demo_refuses_a_folder_with_results_before_it_trains(tmp_path):

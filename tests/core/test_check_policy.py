@@ -183,29 +183,6 @@ def test_a_wrong_policy_is_told_the_field_and_the_step(policy, sentence):
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-def test_the_runs_begin_where_a_rule_may_break(interval):
-    """First, with full counters, and where growth is due: at, beside and beyond each bound; then two long runs."""
-    calls = []
-    check_policy(Changed(lambda *call: calls.append(call) or call[1], growth_interval=interval))
-    on_host = [(old, flag) for old, _, flag, xp in calls if xp is None]
-    steps, long_runs = on_host[: -3000 - 5000 : 2], on_host[-3000 - 5000 :]  # `update` is called twice for each step
-    flags = ["".join("FT"[flag] for _, flag in steps[n : n + 16]) for n in range(0, len(steps), 16)]
-    assert flags == ["FFTFTTFFFTTTTTTF", "TTFTFFTTTFFFFFFT"] * 9
-    starts = [old for old, _ in steps[::32]]
-    assert [start.loss_scale for start in starts] == [2.0**16] * 3 + [
-        1,
-        3,
-        0.25,
-        2.0**32,
-        np.float32(2**32 / 3),
-        2.0**33,
-    ]
-    assert [start.growth_tracker for start in starts] == [0, 2**31 - 2] + [interval - 1] * 7
-    assert [start.steps for start in starts] == [0, 2**31 - 2] + [0] * 7
-    assert [flag for _, flag in long_runs] == [False] * 3000 + [True] * 5000
-
-
 @pytest.mark.parametrize("convert", [lambda count: count, np.asarray])
 def test_one_more_stops_at_the_largest_count(convert):
     """Over the whole of int32, for a tracker is negative while a cooldown lasts; it keeps the dtype."""

@@ -1,8 +1,6 @@
 """Likely mistakes with the core: the error of each says what was given, the rule and what to do in one sentence."""
 
-import dataclasses
 import errno
-import inspect
 import math
 import re
 import types
@@ -14,7 +12,6 @@ import pytest
 from lossscale import state_from_tool
 from lossscale_core import (
     DynamicScaling,
-    FixedScaling,
     NoScaling,
     ScaleWatch,
     SpikeGuard,
@@ -128,15 +125,6 @@ def test_the_state_of_an_optimizer_and_of_an_ensemble(call, right):
         member = re.escape("such as state._make(field[0] for field in state)")
         with pytest.raises(TypeError, match=f"leading axis of 3, .* {member}"):
             call(STATE._make(np.stack([field] * 3) for field in STATE))
-
-
-def test_the_sentence_costs_no_signature():
-    """Editors and `inspect` still see the settings with their defaults."""
-    for policy in (NoScaling(), FixedScaling(4.0), DynamicScaling(hysteresis=2), SpikeGuard()):
-        parameters = inspect.signature(type(policy)).parameters
-        assert list(parameters) == [field.name for field in dataclasses.fields(policy)]
-        for field in dataclasses.fields(policy):
-            assert parameters[field.name].default in (field.default, inspect.Parameter.empty)
 
 
 @pytest.mark.parametrize("read", [as_policy, load_policy])
