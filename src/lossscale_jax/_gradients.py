@@ -6,7 +6,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array, lax
 
 PyTree: TypeAlias = Any
@@ -87,9 +86,7 @@ def as_arrays(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) and is_gradient(leaf) else leaf, tree)
 
 
-def check(
-    grads: PyTree, factor: Array, *, with_norm: bool = False, keep_dtypes: bool = False, skip: Skip = "cond"
-) -> tuple[Array, Array]:
+def check(grads: PyTree, factor: Array, *, with_norm: bool = False, skip: Skip = "cond") -> tuple[Array, Array]:
     """Return whether every element is finite, before and after it is multiplied by `factor`, and the 2-norm after it.
 
     A finite sum of squares proves that all elements are finite, costs one read at memory speed, and is that of the
@@ -106,7 +103,6 @@ def check(
 
     def exactly() -> tuple[Array, Array]:
         multiplied = multiply(grads, factor)
-        multiplied = optax.tree.cast_like(multiplied, grads) if keep_dtypes else multiplied
         # By a difference, which is NaN for infinity and NaN, and else 0: XLA compiles its sum to less than
         # `isfinite(...).all()`, and on a CPU a minimum or maximum may lose a NaN.
         finite = jnp.stack([jnp.isfinite((part - part).sum()) for part in _parts(multiplied)]).all()

@@ -1,14 +1,13 @@
 """`loss_scaled`: a wrapper for any optax optimizer that applies or skips each step as a whole."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 
 from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
 from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, shown
@@ -18,7 +17,6 @@ from lossscale_jax._gradients import PyTree, Skip, Tree, as_arrays, divide, lift
 from lossscale_jax._states import (
     LossScaledState,
     Window,
-    explained,
     place_with,
     require_gradients_of,
     require_state,
@@ -72,8 +70,6 @@ def loss_scaled(
     axis_name: Hashable = None,
     max_norm: float | None = None,
     accumulation_steps: int = 1,
-    drop: Literal["window", "micro_batch"] = "window",
-    keep_dtypes: bool = False,
     guard: SpikeGuard | None = None,
     skip: Skip | None = None,
 ) -> LossScaledTransformation:
@@ -102,14 +98,7 @@ def loss_scaled(
             reduce the gradients first.
         max_norm: The global norm to which unscaled gradients are clipped, in the same read as the finiteness check.
         accumulation_steps: The number of micro-batches in one step, which applies their mean; the calls before the
-            last one return zero updates.
-        drop: What an overflow drops. `"window"` skips the whole window, which counts as one step of the policy.
-            `"micro_batch"` leaves out the micro-batches that overflowed and divides by the number of the others. Then
-            every micro-batch counts as a step of the policy, and the scale may change within a window.
-        keep_dtypes: Whether `inner` is initialised with half-precision parameters as they are and gets each gradient in
-            the dtype in which it came, unscaled in float32 first. This halves the memory of the state, but values that
-            are too small for float16 become zero, such as an `eps` of 1e-8: then `init` raises `PolicyError`, also if
-            it is compiled. By default, updates and inner state are float32.
+            last one return zero updates. An overflow skips the whole window, which counts as one step of the policy.
         guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the
             scale state unchanged. The norm is that of the unscaled gradients before clipping: of a window's mean with
             accumulation, and of the gradients of all devices together with `axis_name`. The guard's state is in
@@ -140,30 +129,20 @@ def loss_scaled(
     if axis_name is not None and (max_norm is not None or accumulation_steps > 1):
         hint = "reduce the gradients over the axis first and leave axis_name out"
         raise PolicyError(f"max_norm and accumulation_steps take reduced gradients, and axis_name others; {hint}")
-    for name, value, *known in (
-        ("drop", drop, "window", "micro_batch"),
-        ("skip", skip, "cond", "select", None),
-        ("keep_dtypes", keep_dtypes, True, False),
-    ):
-        if value not in known:
-            hint = "leave it out for the default"
-            raise PolicyError(f"{name}={shown(value)} must be {known[0]!r} or {known[1]!r}; {hint}")
+    if skip not in ("cond", "select", None):
+        raise PolicyError(f"skip={shown(skip)} must be 'cond' or 'select'; leave it out for the default")
     check_guard(guard)
     policy = as_policy(policy)
     max_norm = None if max_norm is None else float(check_setting("max_norm", max_norm))
     needs_norm = guard is not None or max_norm is not None
     inner_update = optax.with_extra_args_support(inner).update
-    widened: Any = (lambda tree: tree) if keep_dtypes else lifted  # parameters in the dtypes of the inner gradients
 
     def init(params: PyTree) -> LossScaledState:
-        inner_state = inner.init(widened(params))
+        inner_state = inner.init(lifted(params))
         if scale_states_of(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
-        if keep_dtypes and _makes_nan_of_zeros(inner, params, inner_state):
-            hint = "as with eps=1e-8, which is 0 in float16; pass eps=1e-4 to it, or leave keep_dtypes out"
-            raise PolicyError(f"keep_dtypes=True, and inner makes NaN of a float16 gradient of zero, {hint}")
         zeros = optax.tree.zeros_like(lifted(trained(params))) if accumulation_steps > 1 else None
-        window = None if zeros is None else Window(zeros, jnp.int32(0), jnp.int32(0), jnp.asarray(False))
+        window = None if zeros is None else Window(zeros, jnp.int32(0), jnp.asarray(False), jnp.asarray(False))
         guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
         return place_with(LossScaledState(init_state(policy), inner_state, window, guard_state), params)
 
@@ -175,20 +154,20 @@ def loss_scaled(
         way: Skip = skip or ("select" if jax.default_backend() == "gpu" else "cond")
         if window is not None or params is not None:
             require_gradients_of(trained(params) if window is None else window.total, grads)
-        factor = 1.0 / scale_state.loss_scale.astype(float)  # in float64 with x64
-        finite, norm = _gradients.check(
-            grads, factor, with_norm=needs_norm and window is None, keep_dtypes=keep_dtypes, skip=way
-        )
+        loss_scale = scale_state.loss_scale
+        factor = 1.0 / loss_scale.astype(float)  # in float64 with x64
+        finite, norm = _gradients.check(grads, factor, with_norm=needs_norm and window is None, skip=way)
         finite = _gradients.all_true(finite, axis_name)
         _gradients.require_reduced(finite, scale_state)
-        unscale = functools.partial(divide, loss_scale=scale_state.loss_scale)
-        proposal = _Proposal(grads, unscale, norm, finite, applies=finite, counts=jnp.asarray(True))
+        proposal = _Proposal(grads, norm, finite, counts=jnp.asarray(True))
         if window is not None:
-            proposal, window = _accumulate(proposal, window, accumulation_steps, drop, needs_norm, way)
+            unscaled = divide(grads, loss_scale)
+            proposal, window = _accumulate(unscaled, finite, window, accumulation_steps, needs_norm, way)
 
         total: Any = None if guard is None else _gradients.total_norm(proposal.norm, axis_name).astype(jnp.float32)
+        proposed = proposal.finite & proposal.counts
         applies, after, guard_state = decide(
-            policy, guard, scale_state, guard_state, proposal.finite, total, proposed=proposal.applies, xp=jnp
+            policy, guard, scale_state, guard_state, proposal.finite, total, proposed=proposed, xp=jnp
         )
         scale_state = select(proposal.counts, after, scale_state)
         window = None if window is None else window._replace(stepped=applies)
@@ -196,10 +175,9 @@ def loss_scaled(
         shrink = None if max_norm is None else 1.0 / clip_divisor(proposal.norm, max_norm, xp=jnp)
 
         def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
-            unscaled = proposal.unscale(source)
+            unscaled = divide(source, loss_scale) if window is None else source
             unscaled = unscaled if shrink is None else multiply(unscaled, shrink)
-            unscaled = optax.tree.cast_like(unscaled, grads) if keep_dtypes else unscaled
-            updates, inner_state = inner_update(unscaled, inner_state, widened(params), **extra_args)
+            updates, inner_state = inner_update(unscaled, inner_state, lifted(params), **extra_args)
             return result_of(updates), inner_state
 
         def skipped(applied: Any, source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -208,18 +186,17 @@ def loss_scaled(
             kept = (source if window is None else grads) if keep is None else keep
             return _fitted(kept, applied[0]), jax.tree.map(_cast, inner_state, applied[1])
 
-        with explained(inner_state, lambda: inner.init(widened(params))):
-            if way == "cond" and isinstance(applies, jax.core.Tracer):
-                step = jax.jit(step, inline=True)  # traced once, for its shapes and in the conditional
-                shapes = jax.eval_shape(step, proposal.source, inner_state)
-                skip_step = functools.partial(skipped, shapes)
-                result, inner_state = lax.cond(applies, step, skip_step, proposal.source, inner_state)
-            else:  # with zeros for a line search, a host callback or checks, which would otherwise act on NaN
-                harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), proposal.source)
-                result, new_state = step(harmless, inner_state)
-                old, inner_state = skipped((result, new_state), proposal.source, inner_state)
-                inner_state = select(applies, new_state, inner_state)
-                result = result if keep is None else select(applies, result, old)
+        if way == "cond" and isinstance(applies, jax.core.Tracer):
+            step = jax.jit(step, inline=True)  # traced once, for its shapes and in the conditional
+            shapes = jax.eval_shape(step, proposal.source, inner_state)
+            skip_step = functools.partial(skipped, shapes)
+            result, inner_state = lax.cond(applies, step, skip_step, proposal.source, inner_state)
+        else:  # with zeros for a line search, a host callback or checks, which would otherwise act on NaN
+            harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), proposal.source)
+            result, new_state = step(harmless, inner_state)
+            old, inner_state = skipped((result, new_state), proposal.source, inner_state)
+            inner_state = select(applies, new_state, inner_state)
+            result = result if keep is None else select(applies, result, old)
         if keep is None:
             # XLA fuses this into the addition. -0.0, and not 0.0, also keeps the signs of zeros.
             nothing = lambda leaf: lax.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0)  # noqa: E731
@@ -243,79 +220,29 @@ class _Proposal(NamedTuple):
     """A step that waits for the decision: of the gradients of a call, or of those of a window."""
 
     source: PyTree
-    """Scaled gradients, or the total of a window."""
-    unscale: Callable[[PyTree], PyTree]
-    """Returns the gradients to apply, given `source`."""
+    """Scaled gradients, or the mean of a window, unscaled."""
     norm: Any
     """The norm of the gradients to apply; undefined if neither `max_norm` nor a guard needs it."""
     finite: Any
-    """bool: what the policy learns of this call."""
-    applies: Any
-    """bool: whether there is a step to apply, unless a guard refuses it."""
+    """bool: whether the gradients of this call, or all of the window up to now, are finite."""
     counts: Any
-    """bool: whether this call is a step of the policy."""
+    """bool: whether this call is a step of the policy; in the middle of a window it is not."""
 
 
 def _accumulate(
-    micro: _Proposal, window: Window, steps: int, drop: str, needs_norm: bool, way: Skip
+    grads: PyTree, finite: Array, window: Window, steps: int, needs_norm: bool, way: Skip
 ) -> tuple[_Proposal, Window]:
-    """Return the proposal of a window with one more micro-batch, and the window after it."""
+    """Return the proposal of a window with the unscaled gradients of one more micro-batch, and the window after it."""
     # Divide each micro-batch before it is added, so that the sum of finite micro-batches is finite.
-    share = multiply(micro.unscale(micro.source), jnp.asarray(1.0 / steps, float))
+    share = multiply(grads, jnp.asarray(1.0 / steps, float))
     total = jax.tree.map(jnp.add, window.total, optax.tree.cast_like(share, window.total))
-    total, seen = select(micro.finite, total, window.total), window.seen + 1
-    good = window.finite + micro.finite.astype(jnp.int32)
-    is_full, is_whole = seen >= steps, good == seen
-    applies = is_full & (is_whole if drop == "window" else good > 0)
-    finite, counts = (is_whole, is_full) if drop == "window" else (micro.finite, micro.counts)
-    factor = steps / jnp.maximum(good, 1).astype(float)
-    norm = _gradients.check(total, factor, with_norm=True, skip=way)[1].astype(jnp.float32) if needs_norm else None
-    window = Window(total, seen, good, applies)
+    total, seen, overflowed = select(finite, total, window.total), window.seen + 1, window.overflowed | ~finite
+    is_full = seen >= steps
+    one = jnp.float32(1.0)
+    norm = _gradients.check(total, one, with_norm=True, skip=way)[1].astype(jnp.float32) if needs_norm else None
+    window = Window(total, seen, overflowed, window.stepped)
     window = select(is_full, optax.tree.zeros_like(window), window)
-    return _Proposal(total, functools.partial(multiply, factor=factor), norm, finite, applies, counts), window
-
-
-def _makes_nan_of_zeros(inner: optax.GradientTransformation, params: PyTree, inner_state: PyTree) -> bool:
-    """Return whether 16 steps on gradients of zero make float16 parameters NaN; False if that cannot be known.
-
-    Computes with values also where `params` are traced: on zeros, for one leaf of each place in the inner state. All
-    axes are cut to 1, or two of them to 128 if the state has arrays of other shapes, as that of `optax.adafactor`,
-    which factors axes from 128 on. So neither time nor memory grows with the size of the model.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    places: dict[Any, list[Any]] = {path: [] for path, leaf in leaves if jnp.result_type(leaf) == jnp.float16}
-    for path, _ in jax.tree_util.tree_leaves_with_path(inner_state):
-        for n in range(len(path) + 1):
-            if path[n:] in places:
-                places[path[n:]].append(path[:n])
-    usual = {(), *(jnp.shape(leaf) for _, leaf in leaves)}
-    longest = 128 if {jnp.shape(leaf) for leaf in jax.tree.leaves(inner_state)} - usual else 1
-
-    def cut(leaf: Any) -> list[int]:
-        shape = jnp.shape(leaf)
-        large = sorted(range(len(shape)), key=shape.__getitem__)[-2:]
-        return [min(n, longest if axis in large else 1) for axis, n in enumerate(shape)]
-
-    asked = {(cut(leaf).count(128), *places[path]): path for path, leaf in leaves if path in places}.values()
-
-    def remains_finite() -> Any:
-        zeros = lambda path, leaf: jnp.zeros(cut(leaf), jnp.float16) if path in asked else None  # noqa: E731
-        grads = jax.tree_util.tree_map_with_path(zeros, params)
-
-        def step(carry: Any) -> tuple[PyTree, PyTree]:
-            updates, state = inner.update(grads, *carry)
-            return state, optax.apply_updates(carry[1], updates)
-
-        start = inner.init(grads), grads
-        start = jax.tree.map(_cast, start, jax.eval_shape(step, start))  # the dtypes that a step returns
-        trained = lax.fori_loop(0, 16, lambda _, carry: step(carry), start)[1]
-        return _gradients.check(trained, jnp.float32(1.0), skip="select")[0]
-
-    with contextlib.suppress(Exception):  # it may need extra arguments, an axis, or the parameters as they are
-        # Compiled ahead of time, it runs while another program is traced, too. One program: an eager step would compile
-        # one for each operation.
-        return bool(asked) and not bool(jax.jit(remains_finite).lower().compile()())
-    return False
+    return _Proposal(total, norm, ~overflowed, counts=is_full), window
 
 
 def _fitted(tree: PyTree, like: PyTree) -> PyTree:

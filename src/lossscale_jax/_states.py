@@ -1,8 +1,7 @@
 """The optimizer state of `loss_scaled`, and the search for it in a larger state."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +23,8 @@ class Window(NamedTuple):
     """The sum of the finite micro-batches' unscaled gradients, each divided by the window's size."""
     seen: Array
     """int32: the number of micro-batches in the window up to now."""
-    finite: Array
-    """int32: the number of finite micro-batches among them."""
+    overflowed: Array
+    """bool: whether any of them overflowed."""
     stepped: Array
     """bool: whether the last call completed a window and applied its mean."""
 
@@ -45,8 +44,6 @@ class LossScaledState(NamedTuple):
 
 _HIDING = {optax.ApplyIfFiniteState: "apply_if_finite", optax.MultiStepsState: "MultiSteps"}
 """The wrappers of optax that must not be around `loss_scaled`, by their states."""
-
-_RESTORE = "restore the checkpoint into what init returns, such as orbax's restore(path, init(params))"
 
 
 def get_scale_state(opt_state: PyTree) -> ScaleState[Array]:
@@ -70,7 +67,6 @@ def get_scale_state(opt_state: PyTree) -> ScaleState[Array]:
     found = scale_states_of(opt_state)
     if len(found) == 1:
         (state,) = found.values()
-        require_own_type("scale_state", state)
         leaves = jax.tree.leaves(state)  # plain arrays, even if flax nnx holds them in mutable variables
         return type(state)(*leaves) if len(leaves) == len(state) else state
     held = f"{len(found)} scale states, at {', '.join(found)}" if found else "no scale state"
@@ -149,8 +145,6 @@ def require_state(state: Any, accumulation_steps: int, guard: SpikeGuard | None)
         hint = "pass what its init returned, after the gradients; an inner state alone is continued by"
         example = "optimizer.init(params)._replace(inner_state=...)"
         raise ScaleStateError(f"{type(state).__name__} is not a state of loss_scaled; {hint} {example}")
-    for name in ("scale_state", "window", "guard_state"):
-        require_own_type(name, getattr(state, name))
     if (state.window is None, state.guard_state is None) != (accumulation_steps == 1, guard is None):
         was = ["without" if part is None else "with" for part in (state.window, state.guard_state)]
         raise PolicyError(
@@ -158,27 +152,6 @@ def require_state(state: Any, accumulation_steps: int, guard: SpikeGuard | None)
             f"accumulation and {was[1]} a guard; make the optimizer as it was saved, or take what is missing from "
             "a new one: opt_state._replace(guard_state=optimizer.init(params).guard_state)"
         )
-
-
-def require_own_type(name: str, part: Any) -> None:
-    """Raise `ScaleStateError` if a part of a state is a dict or a list, as a checkpoint without its types has it."""
-    if part is not None and not hasattr(part, "_fields"):
-        raise ScaleStateError(f"{name} is a {type(part).__name__}, not as init made it; {_RESTORE}")
-
-
-@contextlib.contextmanager
-def explained(inner_state: PyTree, made: Callable[[], PyTree]) -> Iterator[None]:
-    """Raise `ScaleStateError` in place of an error, if the inner state has other containers than a new one."""
-    try:
-        yield
-    except Exception as error:
-        as_made: Any = jax.tree.structure(inner_state)
-        with contextlib.suppress(Exception):  # of parameters that are missing or wrong, which `error` is about
-            as_made = jax.tree.structure(jax.eval_shape(made))
-        if as_made == jax.tree.structure(inner_state):
-            raise
-        given = f"inner_state is a {type(inner_state).__name__}, with other containers than init made"
-        raise ScaleStateError(f"{given}; {_RESTORE}") from error
 
 
 def trained(params: PyTree) -> PyTree:

@@ -90,10 +90,9 @@ def test_an_overflow_that_the_policy_never_receives():
         check_train_step(jax.jit(step), (PARAMS, init_state(POLICY)), BATCHES)
 
 
-@pytest.mark.parametrize("drop", ["window", "micro_batch"])
-def test_a_window_of_micro_batches(drop):
+def test_a_window_of_micro_batches():
     """The step to check takes all of them; one that takes a single one does not count each overflow, and is told."""
-    optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=2, drop=drop)
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=2)
 
     def micro_step(state, batch):
         params, opt_state = state
@@ -101,9 +100,8 @@ def test_a_window_of_micro_batches(drop):
 
     start = PARAMS, optimizer.init(PARAMS)
     check_train_step(jax.jit(lambda state, batch: micro_step(micro_step(state, batch), batch)), start, BATCHES)
-    if drop == "window":
-        with pytest.raises(AssertionError, match="check a function that takes all micro-batches of a window"):
-            check_train_step(jax.jit(micro_step), start, BATCHES)
+    with pytest.raises(AssertionError, match="check a function that takes all micro-batches of a window"):
+        check_train_step(jax.jit(micro_step), start, BATCHES)
 
 
 def test_numpy_parameters_in_float64_pass():

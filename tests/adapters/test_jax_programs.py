@@ -94,7 +94,6 @@ def _program(seed):
     params = {"first": _leaf(draw, draw.choice(kinds[:3]))} | {kind: _leaf(draw, kind) for kind in chosen}
     settings = {
         "accumulation_steps": draw.choice([1, 1, 2, 3]),
-        "drop": draw.choice(["window", "micro_batch"]),
         "max_norm": draw.choice([None, None, 0.5]),
     }
     batches = [(_gradients(draw, params), draw.random() < 0.3) for _ in range(draw.randint(3, 8))]
@@ -129,17 +128,14 @@ class Reference:
     def step(self, grads, overflows):
         settings, policy = self.program.settings, self.program.policy
         self.window.append(None if overflows else _in_float32(grads))
-        if settings["drop"] == "micro_batch" and settings["accumulation_steps"] > 1:
-            self.scale_state = policy.update(self.scale_state, not overflows)
         if len(self.window) < settings["accumulation_steps"]:
             return
-        good, complete = [grads for grads in self.window if grads is not None], None not in self.window
-        if settings["drop"] == "window" or settings["accumulation_steps"] == 1:
-            self.scale_state = policy.update(self.scale_state, complete)
-            good = good if complete else []
+        is_whole = None not in self.window
+        self.scale_state = policy.update(self.scale_state, is_whole)
+        if is_whole:
+            mean = lambda *leaves: sum(leaves) / len(leaves) if _is_float(leaves[0]) else leaves[0]  # noqa: E731
+            self._apply(jax.tree.map(mean, *self.window))
         self.window = []
-        if good:
-            self._apply(jax.tree.map(lambda *each: sum(each) / len(each) if _is_float(each[0]) else each[0], *good))
 
     def _apply(self, grads):
         if self.program.settings["max_norm"] is not None:
@@ -178,8 +174,9 @@ def _step(program, optimizer):
 
 
 def _resumed(program, carry):
-    """Return `carry` after a pickle, its scale state after the core's plain dict."""
-    saved = state_to_dict(get_scale_state(carry[1]), program.policy)
+    """Return `carry` after a pickle, the states of its scale and its guard after the core's plain dict."""
+    guard_state = optax.tree.get(carry[1], "guard_state")
+    saved = state_to_dict(get_scale_state(carry[1]), program.policy, guard=guard_state)
     params, opt_state = jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(carry))))
     return params, load_scale_state(opt_state, saved, program.policy)
 

@@ -29,7 +29,6 @@ COMPILED = {
     "torch, clipping": functools.partial(torch_wrapper, max_norm=0.5),
     "jax, jit": jax_wrapper,
     "jax, clipping": functools.partial(jax_wrapper, max_norm=0.5),
-    "jax, keeping dtypes": functools.partial(jax_wrapper, keep_dtypes=True),
     "keras, clipping": functools.partial(tensorflow_wrapper, wrap=lambda train: train, global_clipnorm=0.5),
     "keras, graph": functools.partial(tensorflow_wrapper, global_clipnorm=0.5),
     "keras, XLA": functools.partial(tensorflow_wrapper, wrap=tf.function(autograph=False, jit_compile=True)),

@@ -48,7 +48,7 @@ def gradients(params: Params, inputs: jax.Array, opt_state: LossScaledState) -> 
 def train_around_an_optimizer(params: Params, inputs: jax.Array) -> Params:
     """Train by `loss_scaled`, in both ways."""
     loss_scaled(optax.sgd(0.1), "none", guard=lossscale_jax.SpikeGuard())
-    optimizer = loss_scaled(optax.adam(1e-3), POLICY, max_norm=1.0, accumulation_steps=2, drop="micro_batch")
+    optimizer = loss_scaled(optax.adam(1e-3), POLICY, max_norm=1.0, accumulation_steps=2)
     assert_type(optimizer, lossscale_jax.LossScaledTransformation)
     opt_state = optimizer.init(params)
     assert_type(opt_state, LossScaledState)
@@ -115,5 +115,5 @@ def make_mistakes(opt_state: LossScaledState) -> None:
     """Make mistakes that a type checker has to find: `--warn-unused-ignores` says where it does not."""
     scale(1.0, opt_state)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     opt_state.mu  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
-    loss_scaled(optax.sgd(0.1), POLICY, drop="batch")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    loss_scaled(optax.sgd(0.1), POLICY, skip="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     loss_scaled(optax.sgd(0.1), object())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
