@@ -1,23 +1,8 @@
-"""The names that a wrapper shares with its inner optimizer: a table of four kinds, and the exceptions."""
+"""The names that a wrapper shares with its inner optimizer, and the exceptions."""
 
-from enum import Enum, auto
 from typing import Any
 
 from lossscale_tf.keras._inner import is_keras_3
-
-
-class Kind(Enum):
-    """The kinds of names."""
-
-    HYPERPARAMETER = auto()
-    """Read from and set on the inner optimizer; setting discards its compiled update."""
-    READ = auto()
-    """Read from the inner optimizer; the user must set it there."""
-    OWN = auto()
-    """The wrapper's own."""
-    REFUSED = auto()
-    """Not to be set."""
-
 
 SETTINGS = {
     "clipnorm": None,
@@ -37,23 +22,22 @@ REMEDIES = {
     "pass its load_state_dict this one's state_dict()",
     "initial_scale": "since it is the policy's; make the optimizer with another policy",
 }
-_HYPERPARAMETERS = ("learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay")
-_METHODS = ("add_weight", "aggregate_gradients", "gradient_aggregator")
-"""Methods of tf_keras's optimizers that do not concern scaling."""
-NAMES = {
-    **dict.fromkeys(_HYPERPARAMETERS, Kind.HYPERPARAMETER),
-    **dict.fromkeys((*SETTINGS, *_METHODS), Kind.READ),
-    **dict.fromkeys(REMEDIES, Kind.REFUSED),
-    "dynamic_growth_steps": Kind.OWN,  # Keras's constructor sets it, but the policy contains it
-}
+_HYPERPARAMETERS = {"learning_rate", "lr", "beta_1", "beta_2", "momentum", "rho", "decay"}
+READ = {*SETTINGS, "add_weight", "aggregate_gradients", "gradient_aggregator"}
+"""Names that are read from the inner optimizer, and that the user must set there: settings, and methods of tf_keras's
+optimizers that do not concern scaling."""
+NAMES = {*_HYPERPARAMETERS, *READ, *REMEDIES, "dynamic_growth_steps"}
+"""All names that Keras's constructor must not set in the wrapper."""
 
 
-def kind_of(wrapper: Any, name: str) -> Kind:
-    """Return the kind of a name; a legacy optimizer keeps hyperparameters, also those of users, in `_hyper`."""
+def is_hyperparameter(wrapper: Any, name: str) -> bool:
+    """Return whether a name is read from and set on the inner optimizer.
+
+    A legacy optimizer keeps hyperparameters, also those of users, in `_hyper`.
+    """
     if name in NAMES:
-        return NAMES[name]
-    is_hyperparameter = name in _legacy_hyperparameters(wrapper.inner_optimizer) and not hasattr(type(wrapper), name)
-    return Kind.HYPERPARAMETER if is_hyperparameter else Kind.OWN
+        return name in _HYPERPARAMETERS
+    return name in _legacy_hyperparameters(wrapper.inner_optimizer) and not hasattr(type(wrapper), name)
 
 
 def spelled(name: str) -> str:

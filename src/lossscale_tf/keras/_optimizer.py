@@ -35,11 +35,11 @@ from lossscale_tf.keras._inner import (
 )
 from lossscale_tf.keras._names import (
     NAMES,
+    READ,
     REMEDIES,
     SETTINGS,
     CallableList,
-    Kind,
-    kind_of,
+    is_hyperparameter,
     listed,
     set_iterations,
     spelled,
@@ -295,21 +295,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         named = None if loss is None else self._named(loss)
         self._apply(grads, variables, is_summed=False, takes_scaled=True, named=named)
 
-    def get_updates(self, loss: Any, params: Any) -> list[Any]:
-        """Take a whole step, like the method of this name in legacy optimizers of tf_keras.
-
-        Args:
-            loss: As for `get_gradients`.
-            params: The list of the variables.
-
-        Returns:
-            A list with the result of `apply_gradients`.
-
-        Raises:
-            ValueError: As `get_gradients`.
-        """
-        return [self.apply_gradients(zip(self.get_gradients(loss, params), params, strict=True))]
-
     def build(self, var_list: Any) -> None:
         """Create the inner optimizer's variables.
 
@@ -538,8 +523,10 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         inner = self.__dict__.get("inner_optimizer")  # copying and unpickling read attributes before it is set
         if name in SETTINGS:
             return getattr(inner, name, SETTINGS[name]) if self._is_initialised else SETTINGS[name]
-        if inner is not None and kind_of(self, name) in (Kind.HYPERPARAMETER, Kind.READ):
+        if inner is not None and (name in READ or is_hyperparameter(self, name)):
             return getattr(inner, spelled(name))
+        if name == "get_updates":  # of legacy optimizers
+            raise AttributeError(f"{type(self).__name__} has no get_updates; call minimize(loss, var_list)")
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -548,22 +535,22 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         if not self._is_initialised or name.startswith("_") or name == "built":
             super().__setattr__(name, value)
             return
-        inner, kind = self.inner_optimizer, kind_of(self, name)
+        inner = self.inner_optimizer
         if name == "iterations":
             set_iterations(inner, value)
-        elif kind is Kind.REFUSED:
+        elif name in REMEDIES:
             raise AttributeError(f"{name}={shown(value)} cannot be set, {REMEDIES[name]}")
-        elif kind is Kind.HYPERPARAMETER:
+        elif is_hyperparameter(self, name):
             if not hasattr(inner, spelled(name)):
                 raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{spelled(name)}'")
             setattr(inner, spelled(name), value)
         else:
-            if kind is Kind.READ or (not hasattr(type(self), name) and hasattr(inner, name)):
+            if name in READ or (not hasattr(type(self), name) and hasattr(inner, name)):
                 warn_caller(
                     f"{name} is set on the LossScaleOptimizer, where nothing reads it; set it on inner_optimizer "
                     "instead"
                 )
-            if kind is Kind.OWN:
+            if name not in READ:
                 super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
