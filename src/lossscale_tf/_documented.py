@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lossscale_core import DynamicScaling, FixedScaling, ScalingPolicy, as_policy
-from lossscale_core.adapters import LARGEST_SCALE, check_setting, shown, unknown_name
+from lossscale_core.adapters import LARGEST_SCALE, check_setting, shown
 from lossscale_core.errors import PolicyError
 
 _LARGEST_COUNT = 2**31 - 1
@@ -191,27 +191,10 @@ _BASE_DEFAULTS = {
 """Arguments of every Keras optimizer without an effect on a wrapper; Keras 3.0 to 3.11 save them with these values."""
 
 
-ARGUMENTS = (
-    "inner_optimizer",
-    "loss_scale",
-    "initial_scale",
-    "dynamic_growth_steps",
-    "dynamic",
-    "policy",
-    "global_clipnorm",
-    "guard",
-    "name",
-)
-"""The arguments of the Keras wrapper."""
-
-
 def require_no_base_arguments(arguments: dict[str, Any]) -> None:
     """Raise `ValueError`, in Keras's words, for arguments that belong on the inner optimizer, and for unknown ones."""
     if unknown := [name for name in arguments if name not in _BASE_DEFAULTS]:
-        raise ValueError(
-            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`; "
-            f"{unknown_name(unknown[0], 'an argument', ARGUMENTS)}"
-        )
+        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`")
     for name, value in arguments.items():
         if value != _BASE_DEFAULTS[name]:
             raise ValueError(
