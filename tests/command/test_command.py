@@ -132,8 +132,6 @@ def test_a_restarted_run_counts_its_steps_once(tmp_path):
     _, said = succeed("plot", "t.csv", "-o", "p.svg", cwd=tmp_path)
     assert "t.csv has 2 scalers; this is the first" in said
     assert "8 steps, 2 of them skipped" in said
-    picture = (tmp_path / "p.svg").read_text()
-    assert all(f"<!-- {text} -->" in picture for text in ("gradient norm", "loss scale", "skipped step"))
 
 
 def test_a_picture_without_norms(tmp_path):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import lossscale_core
-from lossscale_core.adapters import OverflowReport
 from lossscale_core.errors import PolicyError
 from tests.conformance.backends import BACKENDS
 from tests.conformance.suite._checks import VERBS
@@ -82,13 +81,3 @@ def test_one_import_is_enough(adapter):
     for name in ("NoScaling", "FixedScaling", "DynamicScaling", "SpikeGuard"):
         assert name in adapter.__all__
         assert getattr(adapter, name) is getattr(lossscale_core, name)
-
-
-@EACH_PACKAGE
-def test_overflow_report_has_the_same_parameters(adapter):
-    """It takes gradients in the form of the framework, and the loss by its name."""
-    signature = inspect.signature(adapter.overflow_report)
-    assert signature.return_annotation is OverflowReport
-    gradients, loss = signature.parameters.values()
-    assert gradients.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    assert (loss.name, loss.kind, loss.default) == ("loss", inspect.Parameter.KEYWORD_ONLY, None)

@@ -30,7 +30,6 @@ from lossscale_core.testing import simulate, simulate_gradients
 
 POLICY = DynamicScaling()
 STATE = POLICY.init_state()
-HOLDER = types.SimpleNamespace(scale_state=STATE)
 GRADS = {"w": np.ones(3, np.float32)}
 CHECKPOINT = {"model": {}, "scaler": state_to_dict(STATE)}
 COUNT = "must be a whole number from 1 to 2**31 - 1; pass 1 for one"
@@ -50,7 +49,6 @@ MISTAKES = {
         (diagnose, (POLICY, None), "state=None is not a state, since it has no loss_scale"),
         (_log, (POLICY, POLICY), "call log(policy, state), with a state that init_state"),
         (state_to_dict, (POLICY, STATE), "call state_to_dict(state, policy)"),
-        (metrics, (HOLDER,), "SimpleNamespace is not a state of a policy, but holds one; call metrics(state), with"),
         (metrics, (POLICY,), "call metrics(state), with a state that init_state or update returned"),
         (simulate, ([True, False], POLICY), "call simulate(policy, grads_finite)"),
         (simulate, (POLICY, 5), "grads_finite=5 must be a sequence of bools"),

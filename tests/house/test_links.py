@@ -17,15 +17,6 @@ CODE = re.compile(r"(`+)[^`].*?\1")
 ANCHOR = re.compile(r'^<a id="([\w-]+)"></a>\n(?=#)', re.MULTILINE)
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s:]+)\)")
-OF_ONE_RENDERER = {
-    "an attribute list": re.compile(r"\{[ :]*[#.][\w -]+\}"),
-    "a tab": re.compile(r'^ *=== "', re.MULTILINE),
-    "an include": re.compile(r"--8<--"),
-    "a directive": re.compile(r"^ *(?:!!!|\?\?\?)", re.MULTILINE),
-    "Markdown within HTML": re.compile(r"<div\b[^>]*\bmarkdown\b"),
-    "front matter": re.compile(r"\A---\n"),
-    "two powers, which are bold text on GitHub": re.compile(r"\d\*\*\d(?:[^|\n]|\n(?!\n))*\d\*\*\d"),
-}
 
 
 def _prose(path: Path) -> str:
@@ -78,10 +69,3 @@ def test_links_lead_somewhere(page):
 def test_an_anchor_names_one_section(page):
     """On GitHub the first of two equal ids gets the link, so no heading has the name of another section's anchor."""
     assert [name for name, count in Counter(ANCHORS[page]).items() if count > 1] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_page_has_markup_of_both_places_alone(page):
-    """What only the site's renderer understands is shown as text on GitHub."""
-    text = CODE.sub("", FENCES.sub("", page.read_text(encoding="utf-8")))
-    assert [name for name, pattern in OF_ONE_RENDERER.items() if pattern.search(text)] == []

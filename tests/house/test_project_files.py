@@ -1,14 +1,11 @@
-"""The files of the project say what it does: the README and its commands, versions, workflows, metadata, releases."""
+"""The files of the project say what it does: the README, versions, workflows, metadata."""
 
-import datetime
 import importlib.util
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
-
-import lossscale_core
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,17 +48,6 @@ def test_the_project_stands_alone():
 
 
 # -- how others join ---------------------------------------------------------------------------------------------------
-
-
-def test_each_release_in_the_changelog_has_a_date():
-    """Below "Unreleased", the newest first, which is this version; CITATION.cff does not repeat it."""
-    first, *releases = re.findall(r"^## (.+)$", _text("CHANGELOG.md"), flags=re.MULTILINE)
-    assert first == "[Unreleased]"
-    found = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\S+)", each).groups() for each in releases]
-    dates = [datetime.date.fromisoformat(date) for _, date in found]
-    assert dates == sorted(dates, reverse=True)
-    assert [version for version, _ in found[:1]] in ([], [lossscale_core.__version__])
-    assert not re.search(r"^(version|date-released):", _text("CITATION.cff"), flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
