@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 _HOST_SCALARS = (np.generic, bool, int, float, complex)
 _ON_HOST = (*_HOST_SCALARS, np.ndarray)
-_SAME_SIZE_INTEGERS = {2: (np.int16, np.uint16), 4: (np.int32, np.uint32), 8: (np.int64, np.uint64)}
-# NumPy calls BLAS for float32 and float64 only. For float16 its dot product is a loop that is slower than a test.
-_SUMMED_BY_BLAS = "fd"
 # np.isfinite allocates one byte per element; chunks keep this small compared with the gradients.
-_CHUNK = 2**15
+_CHUNK = 2**14
 _SELECT = "select(grads_finite, new, old)"
 
 
@@ -143,9 +140,10 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
         if leaf is None:
             continue
         array, leaf_xp = _with_namespace(leaf, xp)
+        is_gradient = _is_gradient(array, leaf_xp)
         if leaf_xp is np:
-            flag = finite is not False and _all_finite_on_host(array)
-        elif _is_gradient(array, leaf_xp):
+            flag = finite is not False and (not is_gradient or _all_finite_by_chunks(array))
+        elif is_gradient:
             flag = leaf_xp.all(leaf_xp.isfinite(array))
         else:
             flag = leaf_xp.asarray(True, device=_device(array))
@@ -238,40 +236,8 @@ def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
     return leaf, namespace(leaf) if xp is None else xp
 
 
-def _all_finite_on_host(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether a NumPy array of any dtype, shape and strides holds no NaN and no infinity."""
-    if not _is_gradient(array, np):
-        return True
-    dtype = array.dtype
-    if dtype.char in _SUMMED_BY_BLAS and dtype.isnative and array.flags.forc and array.flags.aligned:
-        # BLAS reads the array once, at memory speed. A sum of squares that overflows says nothing: test exactly then.
-        flat = array.ravel(order="K")
-        # NaN is not below infinity either, and no square is negative, so that nothing cancels an infinity.
-        if flat.dot(flat) < np.inf:
-            return True
-    if array.size == 0:
-        return True
-    if dtype.kind == "c":
-        return _all_finite_on_host(array.real) and _all_finite_on_host(array.imag)
-    if dtype.isnative and dtype.itemsize in _SAME_SIZE_INTEGERS:
-        return _all_finite_by_bits(array)
-    return _all_finite_by_chunks(array)
-
-
-def _all_finite_by_bits(array: np.ndarray[Any, Any]) -> bool:
-    """Compare bit patterns: among IEEE 754 floats of one sign, infinity and NaN are the largest integers.
-
-    The signed maximum is that of the positive numbers, the unsigned maximum that of the negative ones.
-    """
-    signed, unsigned = _SAME_SIZE_INTEGERS[array.dtype.itemsize]
-    infinity = np.array([np.inf, -np.inf], dtype=array.dtype)
-    return bool(
-        array.view(signed).max() < infinity.view(signed)[0] and array.view(unsigned).max() < infinity.view(unsigned)[1]
-    )
-
-
 def _all_finite_by_chunks(array: np.ndarray[Any, Any]) -> bool:
-    """Call `np.isfinite` on chunks, for dtypes that are not IEEE 754 floats in this machine's byte order."""
+    """Return whether a NumPy array of floats of any dtype, shape and strides holds no NaN and no infinity."""
     pieces = np.nditer(array, flags=["external_loop", "buffered", "zerosize_ok"], order="K", buffersize=_CHUNK)
     return all(np.isfinite(piece).all() for piece in pieces)
 

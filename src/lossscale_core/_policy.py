@@ -14,14 +14,10 @@ import numpy as np
 from lossscale_core._arrays import HOST, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
 from lossscale_core._messages import require_flag
-from lossscale_core._settings import SMALLEST_SCALE
 from lossscale_core._state import Array, HostScalar, Namespace, ScaleState, StateT, loss_scale_of, one_more
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the new count of steps, and the array namespace."""
-
-_Change: TypeAlias = Callable[[Any, Array, Namespace], Array]
-"""Returns the loss scale after growth or backoff, given the policy, the scale before and the array namespace."""
 
 _UPDATE = "update(state, grads_finite)"
 
@@ -149,21 +145,27 @@ class DynamicScaling(BaseScaling):
 
     def _after_finite(self, state: Any, steps: Array, xp: Namespace) -> ScaleState:
         grows = state.growth_tracker >= self.growth_interval - 1  # adding 1 first would overflow a full int32
-        loss_scale = _changed_where(grows, _grown, self, state.loss_scale, xp)
+        grown = state.loss_scale * self.growth_factor  # may be infinite, which is not below max_scale
+        grown = xp.where(grown < self.max_scale, grown, self.max_scale)
+        loss_scale = xp.where(grows, grown, state.loss_scale)
         growth_tracker = xp.where(grows, -1, state.growth_tracker) + 1
         if self.refill_on_finite:
-            tolerance = _count(self.hysteresis, xp)
+            tolerance = self.hysteresis
         else:
             tolerance = xp.where(grows, self.hysteresis, state.hysteresis_tracker)
         # Positional arguments: a NamedTuple takes twice as long to make by keywords.
-        return ScaleState(loss_scale, growth_tracker, tolerance, steps, state.skipped_steps, _count(0, xp))
+        return ScaleState(loss_scale, growth_tracker, tolerance, steps, state.skipped_steps, 0)
 
     def _after_overflow(self, state: Any, steps: Array, xp: Namespace) -> ScaleState:
         backs_off = state.hysteresis_tracker <= 1
-        loss_scale = _changed_where(backs_off, _backed_off, self, state.loss_scale, xp)
+        lowered = state.loss_scale * self.backoff_factor
+        lowered = xp.where(lowered >= self.min_scale, lowered, self.min_scale)
+        # An overflow must not raise a scale below min_scale.
+        lowered = xp.where(lowered > state.loss_scale, state.loss_scale, lowered)
+        loss_scale = xp.where(backs_off, lowered, state.loss_scale)
         tolerance = xp.where(backs_off, self.hysteresis if self.refill_on_backoff else 0, state.hysteresis_tracker - 1)
         skipped_steps, overflow_streak = one_more(state.skipped_steps, xp=xp), one_more(state.overflow_streak, xp=xp)
-        return ScaleState(loss_scale, _count(-self.cooldown, xp), tolerance, steps, skipped_steps, overflow_streak)
+        return ScaleState(loss_scale, -self.cooldown, tolerance, steps, skipped_steps, overflow_streak)
 
 
 LIBRARY_KINDS = tuple(KINDS)
@@ -182,7 +184,7 @@ def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: 
 
 
 def _count_finite(state: Any, steps: Array, xp: Namespace) -> Any:
-    return state._replace(steps=steps, overflow_streak=_count(0, xp))
+    return state._replace(steps=steps, overflow_streak=0)
 
 
 def _count_overflow(state: Any, steps: Array, xp: Namespace) -> Any:
@@ -191,33 +193,6 @@ def _count_overflow(state: Any, steps: Array, xp: Namespace) -> Any:
         skipped_steps=one_more(state.skipped_steps, xp=xp),
         overflow_streak=one_more(state.overflow_streak, xp=xp),
     )
-
-
-def _count(value: int, xp: Namespace) -> Any:
-    """Return a count that does not depend on the state; the select gives it the dtype and device of the other one."""
-    return np.int32(value) if xp is HOST else value
-
-
-def _changed_where(condition: Array, change: _Change, policy: Any, scale: Array, xp: Namespace) -> Array:
-    """Return the scale after `change` where `condition` holds, else the scale; on the host only one is computed."""
-    if xp is HOST:
-        return change(policy, scale, xp) if condition else scale
-    return xp.where(condition, change(policy, scale, xp), scale)
-
-
-def _grown(policy: DynamicScaling, scale: Array, xp: Namespace) -> Array:
-    if policy.growth_factor >= 4.0:  # then the product with the largest scale, 2**126, leaves float32
-        # Growing from at most 2 × max_scale / growth_factor changes no result.
-        highest = max(2.0 * policy.max_scale / policy.growth_factor, SMALLEST_SCALE)
-        scale = xp.where(scale < highest, scale, highest)
-    grown = scale * policy.growth_factor
-    return xp.where(grown < policy.max_scale, grown, policy.max_scale)
-
-
-def _backed_off(policy: DynamicScaling, scale: Array, xp: Namespace) -> Array:
-    lowered = scale * policy.backoff_factor
-    lowered = xp.where(lowered >= policy.min_scale, lowered, policy.min_scale)
-    return xp.where(lowered > scale, scale, lowered)  # an overflow must not raise a scale below min_scale
 
 
 def _select(
@@ -232,7 +207,11 @@ def _select(
         return state._make(map(np.asarray, after))
     steps = one_more(state.steps, xp=xp)
     if xp is HOST:  # the flag is known, so that only one transition is computed
-        return (after_finite if host_flag(grads_finite, _UPDATE) else after_overflow)(state, steps, xp)
+        transition = after_finite if host_flag(grads_finite, _UPDATE) else after_overflow
+        with np.errstate(over="ignore"):  # the frameworks do not warn of a product beyond float32 either
+            after = transition(state, steps, xp)
+        # A plain count takes the type of the count before.
+        return state._make([type(x)(y) if type(y) is int else y for x, y in zip(state, after, strict=True)])
     require_flag(grads_finite, _UPDATE)
     pairs = zip(after_finite(state, steps, xp), after_overflow(state, steps, xp), strict=True)
     return state._make(x if x is y else xp.where(grads_finite, x, y) for x, y in pairs)
