@@ -185,17 +185,7 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
     try:
         return policy_from_dict(config)
     except PolicyError as error:
-        message = str(error)
-        for in_python, in_a_file in _IN_A_FILE:
-            message = message.replace(in_python, in_a_file)
-        raise PolicyError(f"{os.fspath(path)}: {message}") from error
-
-
-_IN_A_FILE = (
-    *(("be None or", "be left out or"), ("pass None", "leave it out")),
-    *(("True or False", "true or false"), ("such as 2.0**16", "such as 65536.0"), ("2.0**24", "16777216.0")),
-)
-"""What the hints of settings say, and what TOML and JSON have instead."""
+        raise PolicyError(f"{os.fspath(path)}: {error}") from error
 
 
 def _table_of_policy(config: Any, depth: int = 3) -> str:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, assert_type
 import numpy as np
 from numpy.typing import NDArray
 
-import lossscale
 import lossscale_core as core
 from lossscale import from_tool, state_from_tool
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState, ScalingPolicy, StepInfo, testing
@@ -28,7 +27,7 @@ def report(before: ScaleState, after: ScaleState) -> tuple[str, dict[str, Any], 
 
 def train(params: Params, grads: Params) -> Params:
     """Take a step with the five verbs on NumPy."""
-    policy = lossscale.DynamicScaling(growth_interval=100)
+    policy = DynamicScaling(growth_interval=100)
     assert_type(policy, DynamicScaling)
     assert_type(core.init_state(policy), ScaleState)
     state = policy.init_state()
