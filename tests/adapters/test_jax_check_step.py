@@ -1,7 +1,6 @@
 """`check_train_step` passes steps that follow loss scaling, and names what the others move on a skipped step."""
 
 import contextlib
-import functools
 
 import equinox as eqx
 import jax
@@ -11,10 +10,9 @@ import optax
 import pytest
 from flax import nnx
 
-from lossscale_core import DynamicScaling
+from lossscale_core import DynamicScaling, step_info
 from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, select, value_and_grad
 from lossscale_jax.testing import check_train_step
-from tests.adapters.pages import code_of
 
 POLICY = DynamicScaling(init_scale=2.0**10)
 ADAM = optax.adam(1e-2)
@@ -177,27 +175,37 @@ def test_what_cannot_be_checked_is_refused():
         check_train_step(lambda state, batch: None, state, BATCHES)
 
 
-# -- statistics that a forward pass moves: the documented lines put them back ------------------------------------------
+# -- statistics that a forward pass moves: `select` keeps them, as docs/jax.md and the examples do -------------------
 
 SAMPLES = [(x, x[:, 0]) for x in jax.random.normal(jax.random.key(1), (6, 32, 2))]
 
 
-@functools.cache
-def _page():
-    """Return what docs/jax.md defines: a network with BatchNorm, its step and an optimizer."""
-    x, y = SAMPLES[0]
-    names = globals() | {"policy": POLICY, "x": x, "y": y}
-    exec(code_of("docs/jax.md", "BatchNorm and other state of a model"), names)
-    return names
+class Network(nnx.Module):
+    """BatchNorm and a linear layer."""
+
+    def __init__(self, rngs):
+        self.bn = nnx.BatchNorm(2, rngs=rngs)
+        self.out = nnx.Linear(2, 1, rngs=rngs)
+
+    def __call__(self, x):
+        """Return a number for each row."""
+        return self.out(self.bn(x))[:, 0]
 
 
 def _modules():
-    network = _page()["Network"](nnx.Rngs(0))
-    return network, nnx.Optimizer(network, _page()["optimizer"], wrt=nnx.Param)
+    network = Network(nnx.Rngs(0))
+    return network, nnx.Optimizer(network, loss_scaled(optax.adam(0.1), POLICY), wrt=nnx.Param)
 
 
-def _documented(modules, batch):
-    _page()["nnx_step"](*modules, *batch)
+@nnx.jit
+def _selecting(modules, batch):
+    network, optimizer = modules
+    before = get_scale_state(optimizer.opt_state)
+    old = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    optimizer.update(network, _network_grads(network, before, batch))
+    applied = step_info(before, get_scale_state(optimizer.opt_state)).applied
+    new = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    nnx.update(network, select(applied, new, old))
 
 
 def _network_grads(network, state, batch):
@@ -223,16 +231,17 @@ def _functional(step, split, merge):
 
 
 def test_a_step_over_modules_may_return_something():
-    """The modules, with metrics or without; or metrics alone, in whatever form. The page's own step returns nothing."""
+    """The modules, with metrics or without; metrics alone, in whatever form; or nothing."""
 
     def returning(result):
         def step(modules, batch):
-            _documented(modules, batch)
+            _selecting(modules, batch)
             return result(modules)
 
         return nnx.jit(step)
 
     for result in (
+        lambda modules: None,
         lambda modules: modules,
         lambda modules: (modules, {"loss": 1.0}),
         lambda modules: jnp.float32(1.0),
@@ -241,6 +250,8 @@ def test_a_step_over_modules_may_return_something():
         check_train_step(returning(result), _modules(), SAMPLES, may_move=["[1].step"])
         with pytest.raises(AssertionError, match=r"but \[1\]\.step went from 0 to 1;"):
             check_train_step(returning(result), _modules(), SAMPLES)
+    with pytest.raises(AssertionError, match=r"but \[0\]\.bn\.mean changed"):
+        check_train_step(nnx.jit(_naive), _modules(), SAMPLES, may_move=["[1].step"])
 
 
 def test_split_modules_are_checked():
@@ -251,7 +262,7 @@ def test_split_modules_are_checked():
         (nnx.split, lambda state: nnx.merge(*state), "[1][1].step", r"\[1\]\[0\]\.bn\.mean changed"),
         (pure, lambda state: nnx.merge(graph, state), "[1]['step']", r"\[0\]\['bn'\]\['mean'\] changed"),
     ]:
-        check_train_step(_functional(_documented, split, merge), split(_modules()), SAMPLES, may_move=[count])
+        check_train_step(_functional(_selecting, split, merge), split(_modules()), SAMPLES, may_move=[count])
         with pytest.raises(AssertionError, match=message):
             check_train_step(_functional(_naive, split, merge), split(_modules()), SAMPLES, may_move=[count])
 
@@ -270,21 +281,35 @@ class Equinox(eqx.Module):
 
 
 def _equinox(follow):
-    """Return the step of docs/jax.md, with what it calls for `select`, and its state at the start."""
+    """Return a step that calls `follow` for `select`, and its state at the start."""
 
     def make(key):
         return Equinox(eqx.nn.Linear(2, 10, key=key), eqx.nn.BatchNorm(10, "batch", mode="batch"))
 
     model, model_state = eqx.nn.make_with_state(make)(jax.random.key(0))
     optimizer = loss_scaled(optax.sgd(0.1), POLICY)
-    names = _page() | {"optimizer": optimizer, "select": follow}
-    exec(code_of("docs/jax.md", "BatchNorm and other state of a model", 2), names)
-    start = model, model_state, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    return lambda training, batch: names["equinox_step"](*training, *batch), start
+
+    @eqx.filter_jit
+    def step(training, batch):
+        (model, model_state, opt_state), (x, y) = training, batch
+        before = get_scale_state(opt_state)
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+
+        def scaled_loss(params):
+            forward = jax.vmap(eqx.combine(params, static), axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+            outputs, new_state = forward(x, model_state)
+            return scale(jnp.mean((outputs.sum(axis=1) - y) ** 2), before), new_state
+
+        grads, new_state = jax.grad(scaled_loss, has_aux=True)(params)
+        params, opt_state = optimizer.apply_gradients(grads, opt_state, params)
+        applied = step_info(before, get_scale_state(opt_state)).applied
+        return eqx.combine(params, static), follow(applied, new_state, model_state), opt_state
+
+    return step, (model, model_state, optimizer.init(eqx.filter(model, eqx.is_inexact_array)))
 
 
 def test_the_state_of_equinox_is_kept():
-    """The check passes the documented step, and names the state of one that forgets it."""
+    """The check passes a step that selects, and names the state of one that forgets it."""
     step, start = _equinox(select)
     check_train_step(step, start, SAMPLES)
     forgetful, start = _equinox(lambda applied, new, old: new)
