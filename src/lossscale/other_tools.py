@@ -143,25 +143,28 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
     if not isinstance(config, Mapping):
         raise PolicyError(f"the config of {name} must be a dict, not {shown(config)}; pass from_tool json.load(file)")
     values = _named(name, tool, config)
-    _warn_of_auto(name, config)
-    if name == "apex" and values.get("opt_level") in ("O0", "O3"):  # their own default is a fixed scale
-        values = {**values, "loss_scale": 1.0 if values.get("loss_scale") is None else values["loss_scale"]}
+    _warn_of_auto(name, _block(tool, config))
+    given = {key: value for key, value in values.items() if value is not None}
+    for key, defaults in tool.get("defaults_by", {}).items():
+        values = {**values, **defaults.get(str(values.get(key)), {}), **given}
     settings = _settings(name, tool, values)
-    if name == "apex" and settings["kind"] == "dynamic":
+    if tool.get("caps_init_scale") and settings["kind"] == "dynamic":
         settings["init_scale"] = min(settings["init_scale"], settings["max_scale"])
-    if name == "keras" and settings["kind"] == "fixed" and values.get("initial_scale") is None:
-        raise PolicyError("keras: dynamic=False needs initial_scale; add it")
-    if name == "keras" and settings["kind"] == "fixed" and values.get("dynamic_growth_steps") is not None:
-        raise PolicyError("keras: dynamic_growth_steps needs dynamic=True; leave it out")
-    if name == "deepspeed" and "fp16" in config:
-        zero = config.get("zero_optimization", False)
-        if not (zero.get("stage") if isinstance(zero, Mapping) else zero):
-            settings["hysteresis"] = 1
+    for key, must_be in tool.get("if_fixed", {}).items() if settings["kind"] == "fixed" else ():
+        if (key in given) != (must_be == "given"):
+            raise PolicyError(f"{name}: with a fixed scale, {key} must be {must_be}; change the config")
+    for key, changes in tool.get("without_stage", {}).items() if _block(tool, config) is not config else ():
+        part = config.get(key, False)
+        settings |= {} if (part.get("stage") if isinstance(part, Mapping) else part) else changes
     return _policy(name, settings)
 
 
-def _warn_of_auto(name: str, config: Mapping[str, Any]) -> None:
-    block = config["fp16"] if name == "deepspeed" and "fp16" in config else config
+def _block(tool: dict[str, Any], config: Any) -> Any:
+    """Return the block of a config that has the tool's keys, or the config itself if it has no such block."""
+    return config[tool["block"]] if "block" in tool and tool["block"] in config else config
+
+
+def _warn_of_auto(name: str, block: Mapping[str, Any]) -> None:
     if keys := [key for key, value in block.items() if isinstance(value, str) and value == "auto"]:
         warn_caller(
             f'{name}: {shown_names(keys)} of "auto" is taken for the default of {name}; a trainer may fill in another '
@@ -177,13 +180,15 @@ def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:
 
 def _named(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]:
     """Return a config under the names in the table, with plain values."""
-    if name == "deepspeed" and "fp16" not in config and {"bf16", "zero_optimization"} & config.keys():
-        raise PolicyError("deepspeed scales no loss under this config, which has no fp16 block; use NoScaling()")
-    config = config["fp16"] if name == "deepspeed" and "fp16" in config else config
-    if not isinstance(config, Mapping):
-        raise PolicyError(f"{name}: fp16={shown(config)} must be a block of keys; pass a dict")
+    block = _block(tool, config)
+    if block is config and any(key in config for key in tool.get("other_blocks", ())):
+        raise PolicyError(
+            f"{name} scales no loss under this config, which has no {tool['block']} block; use NoScaling()"
+        )
+    if not isinstance(block, Mapping):
+        raise PolicyError(f"{name}: {tool['block']}={shown(block)} must be a block of keys; pass a dict")
     values: dict[str, Any] = {}
-    for key, value in config.items():
+    for key, value in block.items():
         own = str(key).lstrip("-").replace("-", "_")
         own, value = tool.get("names", {}).get(own, own), plain(value)
         if not isinstance(value, Number | str | None) and own in {**tool["keys"], **tool.get("more_keys", {})}:
