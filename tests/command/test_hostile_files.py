@@ -80,7 +80,6 @@ REFUSED = [
     ("none.py", "run {}", None, "none.py is not a script"),
     ("", "demo --weight nan", None, "--weight"),
     ("", "demo --weight 1.5", None, "1.5 is not in the range 1e-09<=x<=1.0"),
-    ("", "--colour", None, "--colour"),
     ("large.csv", PLOT, None, "has 67108865 bytes, but a trace may have 67108864 at most"),
 ]
 

@@ -87,9 +87,6 @@ REMEDY = re.compile(
     r"\b(pass|call|write|add|wrap|derive|make|merge|leave|restore)\b|known: |it takes |^pytree structure error"
     r"|^Attempt to convert a value|^The two structures don't have the same nested structure"  # TensorFlow's
 )
-OF_OTHERS = ("keras.", "tf.", "jax.", "value_and_grad", "loss_scaled", "get_scale_state", "load_scale_state")
-# An error about a policy or a saved state is the same from every function that takes one.
-SHARED = re.compile(r"policy|state_to_dict")
 PYTHONS = re.compile(r"object (is not|has no)|unsupported operand|expected str|got an unexpected|argument must be")
 
 
@@ -113,6 +110,3 @@ def test_a_wrong_argument_is_named_with_what_is_right(name, place, tmp_path, mon
     said = {what: _sentence(call, arguments, place, value) for what, value in WRONG.items()}
     for what, sentence in said.items():
         assert sentence is None or (REMEDY.search(sentence) and not PYTHONS.search(sentence)), (what, sentence)
-        if sentence is not None and not name.startswith(OF_OTHERS):
-            function_or_argument = re.findall(r"\w+=?", name)[-1]
-            assert function_or_argument in sentence or SHARED.search(sentence), (what, sentence)
