@@ -59,16 +59,9 @@ def _in_child(module, stage, options, failures, output):
         importlib.import_module(module)
         chosen = sys.modules["keras"].backend.backend() if "keras" in sys.modules else backend
         assert chosen == backend, f"Keras runs on {chosen} where the stage asks for {backend}"
-        options = [
-            *options,
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-            *(["-k", word] if word else []),
-        ]
-        status = pytest.main([*options, *files], plugins=[_Record(failures)])
+        quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        chosen_tests = ["-k", word] if word else []
+        status = pytest.main([*options, *quiet, *chosen_tests, *files], plugins=[_Record(failures)])
     except BaseException:
         traceback.print_exc()
     finally:
