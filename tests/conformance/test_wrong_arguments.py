@@ -42,10 +42,6 @@ def _scaler():
     return scaler
 
 
-def _name(package, function):
-    return function if package is core else f"{package.__name__.removeprefix('lossscale_')}.{function}"
-
-
 CALLS = {
     "as_policy": (core.as_policy, POLICY),
     "policy_to_dict": (core.policy_to_dict, POLICY),
@@ -78,10 +74,10 @@ CALLS = {
     "tf.LossScaleOptimizer": (lossscale_tf.LossScaleOptimizer, KERAS_SGD),
 }
 for package, loss in LOSSES.items():
-    state = package.init_state(POLICY)
+    state, start = package.init_state(POLICY), f"{package.__name__.removeprefix('lossscale_')}."
     verbs = {"init_state": [POLICY], "scale": [loss, state], "unscale": [[loss], state], "all_finite": [[]]}
     others = {"select": [True, loss, loss]} | ({} if package is core else {"overflow_report": [[]]})
-    CALLS |= {_name(package, verb): (getattr(package, verb), *given) for verb, given in (verbs | others).items()}
+    CALLS |= {start + verb: (getattr(package, verb), *given) for verb, given in (verbs | others).items()}
 CASES = [(name, place) for name, (_, *arguments) in CALLS.items() for place in range(len(arguments))]
 REMEDY = re.compile(
     r"\b(pass|call|write|add|wrap|derive|make|merge|leave|restore)\b|known: |it takes |^pytree structure error"

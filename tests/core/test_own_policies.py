@@ -5,12 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from lossscale_core import (
-    BaseScaling,
-    DynamicScaling,
-    as_policy,
-    policy_to_dict,
-)
+from lossscale_core import BaseScaling, DynamicScaling, as_policy, policy_to_dict
 from lossscale_core.errors import PolicyError
 from lossscale_core.testing import simulate
 from tests.core.own_policies import AdditiveScaling, AdditiveState, BareAdditiveScaling

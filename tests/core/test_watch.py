@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale_core import (
-    DynamicScaling,
-    FixedScaling,
-    NoScaling,
-    ScaleWatch,
-    diagnose,
-    init_state,
-    state_to_dict,
-)
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleWatch, diagnose, init_state, state_to_dict
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_overflow_streak
 from tests.strategies import flags, overflow_traces, policies
 

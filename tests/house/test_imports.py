@@ -55,10 +55,6 @@ def _files(package: str) -> list[Path]:
     return sorted((SRC / package).rglob("*.py"))
 
 
-def _is_private(name: str) -> bool:
-    return any(part.startswith("_") and part != "__version__" for part in name.split("."))
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_little_besides_the_core(package):
     """No adapter imports another one or another framework, not within a function either; some parts need more."""
@@ -79,4 +75,5 @@ def test_no_package_imports_a_private_name_of_another(package):
     others = {*PACKAGES} - {package}
     for path in _files(package):
         for name in _imports(path):
-            assert name.partition(".")[0] not in others or not _is_private(name), (path, name)
+            package_of_name, *parts = name.removesuffix("__version__").split(".")
+            assert package_of_name not in others or not any(part.startswith("_") for part in parts), (path, name)
