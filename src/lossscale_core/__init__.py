@@ -7,7 +7,7 @@ only in `policy.update(state, grads_finite)`. The packages `lossscale_torch`, `l
 
 import typing as _typing
 
-from lossscale_core import errors
+from lossscale_core import adapters, errors
 from lossscale_core._arrays import all_finite, scale, select, unscale
 from lossscale_core._base import BaseScaling, ScalingPolicy
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
@@ -23,17 +23,11 @@ from lossscale_core._config import (
 from lossscale_core._gradient_range import GradientRange, gradient_range
 from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
-from lossscale_core._report import (
-    ScaleWatch,
-    StepInfo,
-    diagnose,
-    metrics,
-    step_info,
-)
+from lossscale_core._report import ScaleWatch, StepInfo, diagnose, metrics, step_info
 from lossscale_core._state import ScaleState, one_more
 
 if _typing.TYPE_CHECKING:
-    from lossscale_core import adapters, testing
+    from lossscale_core import testing
 
 __version__ = "0.1.0"
 
@@ -75,15 +69,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    # Training on NumPy needs neither, and they would add a tenth to the time of the import in each process of a run.
-    # The import statements set the names in this module, so that only the first use calls this function.
-    if name == "adapters":
-        import lossscale_core.adapters
-    elif name == "testing":
-        import lossscale_core.testing  # noqa: F401
-    else:
+    if name != "testing":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals()[name]
+    # Training does not need it, and it would add to the time of the import in each process of a run. The import
+    # statement sets the name in this module, so that only the first use calls this function.
+    import lossscale_core.testing
+
+    return lossscale_core.testing
 
 
 def __dir__() -> list[str]:

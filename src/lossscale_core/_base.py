@@ -1,6 +1,6 @@
 """The interface of a policy, and a base class with defaults for the members that the interface does not require."""
 
-from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from lossscale_core import _settings
 from lossscale_core._state import Array, Namespace, ScaleState, StateT
@@ -132,22 +132,15 @@ class _WithDefaults(BaseScaling):
         for name in (name for name in vars(BaseScaling) if not name.startswith("_") and name != "state_type"):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
-        self._settings = {name: getattr(policy, name) for name in _settings.RULES if hasattr(policy, name)}
 
     def __repr__(self) -> str:
         return repr(self._policy)
 
     def settings(self) -> dict[str, Any]:
         """Return the attributes that are settings of the library's policies."""
-        return self._settings
+        return {name: getattr(self._policy, name) for name in _settings.RULES if hasattr(self._policy, name)}
 
     @property
     def state_type(self) -> type[Any]:  # type: ignore[override]  # lazy, since a state may be costly to make
         """The type of the policy's state."""
         return type(self._policy.init_state())
-
-
-def is_policy(source: Any) -> TypeGuard[ScalingPolicy]:
-    """Return whether `source` is a policy, as opposed to a policy class."""
-    # Instance checks against a protocol are slow before Python 3.12, so that the base class is checked first.
-    return isinstance(source, BaseScaling) or (isinstance(source, ScalingPolicy) and not isinstance(source, type))

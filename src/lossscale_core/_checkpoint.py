@@ -23,10 +23,7 @@ _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
 def state_to_dict(
-    state: ScaleState,
-    policy: PolicyLike | None = None,
-    *,
-    guard: GuardState | None = None,
+    state: ScaleState, policy: PolicyLike | None = None, *, guard: GuardState | None = None
 ) -> dict[str, Any]:
     """Return `state` as a dict of plain numbers, which `json.dumps` takes.
 

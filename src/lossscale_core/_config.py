@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy, is_policy
+from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._files import read_data, suffix_of, write_whole
 from lossscale_core._messages import nearest_name, shown, shown_names, unknown_name
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
@@ -49,7 +49,8 @@ def as_policy(source: Any) -> ScalingPolicy:
         PolicyError: `source` is something else, or describes a policy that breaks a rule.
         OSError: The file cannot be read.
     """
-    if is_policy(source):
+    # Instance checks against a protocol are slow before Python 3.12, so that the base class is checked first.
+    if isinstance(source, BaseScaling) or (isinstance(source, ScalingPolicy) and not isinstance(source, type)):
         return source
     if isinstance(source, Mapping):
         return policy_from_dict(source)

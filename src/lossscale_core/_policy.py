@@ -173,14 +173,8 @@ LIBRARY_KINDS = tuple(KINDS)
 
 
 def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: int = 0) -> ScaleState:
-    return ScaleState(
-        loss_scale=np.float32(init_scale),
-        growth_tracker=np.int32(growth_tracker),
-        hysteresis_tracker=np.int32(hysteresis_tracker),
-        steps=np.int32(0),
-        skipped_steps=np.int32(0),
-        overflow_streak=np.int32(0),
-    )
+    zero = np.int32(0)
+    return ScaleState(np.float32(init_scale), np.int32(growth_tracker), np.int32(hysteresis_tracker), zero, zero, zero)
 
 
 def _count_finite(state: Any, steps: Array, xp: Namespace) -> Any:

@@ -80,11 +80,7 @@ class OverflowReport(list[GradientReport]):
     """
 
     def __init__(
-        self,
-        gradients: Iterable[tuple[str, Any]] = (),
-        *,
-        loss_finite: bool | None = None,
-        checked: int | None = None,
+        self, gradients: Iterable[tuple[str, Any]] = (), *, loss_finite: bool | None = None, checked: int | None = None
     ) -> None:
         super().__init__(_counted(name, values) for name, values in gradients)
         self.loss_finite, self.checked = loss_finite, checked
@@ -106,9 +102,7 @@ class OverflowReport(list[GradientReport]):
         reports: list[GradientReport] = self
         if len(self) == self.checked and len(self) >= _FEW:
             _, nan, above, below, largest = zip(*self, strict=True)
-            reports = [
-                GradientReport(f"all {len(self)} parameters", sum(nan), sum(above), sum(below), max(largest)),
-            ]
+            reports = [GradientReport(f"all {len(self)} parameters", sum(nan), sum(above), sum(below), max(largest))]
         lines = (
             f"{each.name}: {each.nan} NaN, {each.positive_inf} +inf, {each.negative_inf} -inf, "
             f"largest finite {each.largest_finite:g}"
@@ -136,10 +130,7 @@ def _counted(name: str, gradient: Any) -> GradientReport:
 
 
 def step_info(
-    before: ScaleState[ArrayT_co],
-    after: ScaleState[ArrayT_co],
-    *,
-    spiked: Array = False,
+    before: ScaleState[ArrayT_co], after: ScaleState[ArrayT_co], *, spiked: Array = False
 ) -> StepInfo[ArrayT_co, ArrayT_co | np.bool_]:
     """Return the outcome of the step that changed the state from `before` to `after`.
 
@@ -170,11 +161,7 @@ def step_info(
     return StepInfo(overflowed ^ accepted, used, left, streak, overflowed, spiked)
 
 
-def metrics(
-    state: ScaleState[ArrayT_co],
-    *,
-    guard: GuardState[ArrayT_co] | None = None,
-) -> dict[str, ArrayT_co]:
+def metrics(state: ScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | None = None) -> dict[str, ArrayT_co]:
     """Return the numbers of a state for a log, under the same names in every framework and release.
 
     Does not synchronise with the host; reading a value later does.
@@ -230,12 +217,7 @@ def _reached_limit(policy: BaseScaling, state: ScaleState[Any]) -> str:
     )
 
 
-def diagnose(
-    policy: PolicyLike,
-    state: ScaleState,
-    *,
-    guard: GuardState | None = None,
-) -> str:
+def diagnose(policy: PolicyLike, state: ScaleState, *, guard: GuardState | None = None) -> str:
     """Describe the condition of a run in one or two sentences, and recommend what to do.
 
     Logs nothing. Synchronises with the host.

@@ -80,11 +80,7 @@ COUNT_OR_NONE = dataclasses.replace(
 )
 FLAG = Rule(bool, "True or False", "pass True or False")
 NUMBER = Rule(
-    float,
-    "a number from -2**126 to 2**126",
-    "pass a number such as 1.0",
-    minimum=-LARGEST_SCALE,
-    maximum=LARGEST_SCALE,
+    float, "a number from -2**126 to 2**126", "pass a number such as 1.0", minimum=-LARGEST_SCALE, maximum=LARGEST_SCALE
 )
 
 

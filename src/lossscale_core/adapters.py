@@ -8,14 +8,7 @@ from lossscale_core._checkpoint import guard_state_from_dict
 from lossscale_core._config import policy_text
 from lossscale_core._files import open_file, read_data, write_whole
 from lossscale_core._guard import check_guard, check_spike_streak
-from lossscale_core._messages import (
-    require_flag,
-    shown,
-    shown_names,
-    shown_number,
-    unknown_name,
-    warn_caller,
-)
+from lossscale_core._messages import require_flag, shown, shown_names, shown_number, unknown_name, warn_caller
 from lossscale_core._report import (
     BAD_LOSS,
     GradientReport,

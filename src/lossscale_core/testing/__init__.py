@@ -11,12 +11,6 @@ Import separately `lossscale_core.testing.loops`, which has what a check of trai
 from lossscale_core.testing._check import check_policy
 from lossscale_core.testing._simulation import LARGEST_NUMBER, Trace, simulate, simulate_gradients
 
-__all__ = [
-    "LARGEST_NUMBER",
-    "Trace",
-    "check_policy",
-    "simulate",
-    "simulate_gradients",
-]
+__all__ = ["LARGEST_NUMBER", "Trace", "check_policy", "simulate", "simulate_gradients"]
 
 Trace.__module__ = __name__  # a pickle stores it, and the private module may change

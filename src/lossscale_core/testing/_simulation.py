@@ -147,7 +147,6 @@ def _run(
     state: Any = policy.init_state()
     guard_state = None if guard is None else guard.init_state()
     norms, spiked = np.zeros(steps) if norms is None else np.asarray(norms, np.float32), np.zeros(steps, bool)
-    fields = state._fields
     rows = np.empty(steps + 1, [(name, type(start)) for name, start in state._asdict().items()])
     rows[0] = tuple(state)
     with np.errstate(over="ignore"):
@@ -156,7 +155,7 @@ def _run(
             applied, state, guard_state = decide(policy, guard, state, guard_state, finite, norms[step])
             spiked[step] = finite and not applied
             rows[step + 1] = tuple(state)
-    columns = {name: rows[name].copy() for name in fields}
+    columns = {name: rows[name].copy() for name in state._fields}
     scales = columns.pop("loss_scale")
     after = {name: column[1:] for name, column in columns.items()} | ({} if guard is None else {"spiked": spiked})
     own = tuple(name for name in after if name not in ScaleState._fields)
