@@ -90,10 +90,8 @@ def loss_scale_of(state: Any, call: str, source: str = "init_state or update") -
     try:
         return state.loss_scale
     except AttributeError as error:
-        fault, hint = (
-            f"state={shown(state)} is not a state, since it has no loss_scale",
-            f"a state that {source} returned",
-        )
+        fault = f"state={shown(state)} is not a state, since it has no loss_scale"
+        hint = f"a state that {source} returned"
         if hasattr(state, "scale_state"):
             fault, hint = f"the {type(state).__name__} is not a state of a policy, but holds one", "its scale_state"
         raise TypeError(f"{fault}; call {call}, with {hint}") from error
