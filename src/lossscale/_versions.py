@@ -1,5 +1,6 @@
 """The versions that `lossscale --version` prints."""
 
+import contextlib
 import importlib.metadata
 import platform
 
@@ -17,8 +18,6 @@ def versions() -> str:
     lines = [f"lossscale {__version__}", f"python {platform.python_version()}"]
     # The metadata is read instead of __version__, since an import of all frameworks takes some ten seconds.
     for name in _DISTRIBUTIONS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             lines.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return "\n".join(lines)

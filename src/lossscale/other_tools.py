@@ -46,7 +46,7 @@ def tools() -> dict[str, str]:
 
 def _require(is_met: bool, rule: str) -> None:
     if not is_met:
-        raise ValueError(rule)
+        raise PolicyError(rule)
 
 
 def _real(value: Any, above: float = -math.inf) -> float:
@@ -143,7 +143,11 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
     if not isinstance(config, Mapping):
         raise PolicyError(f"the config of {name} must be a dict, not {shown(config)}; pass from_tool json.load(file)")
     values = _named(name, tool, config)
-    _warn_of_auto(name, _block(tool, config))
+    if keys := [key for key, value in _block(tool, config).items() if isinstance(value, str) and value == "auto"]:
+        warn_caller(
+            f'{name}: {shown_names(keys)} of "auto" is taken for the default of {name}; a trainer may fill in another '
+            "value, so write the number"
+        )
     given = {key: value for key, value in values.items() if value is not None}
     for key, defaults in tool.get("defaults_by", {}).items():
         values = {**values, **defaults.get(str(values.get(key)), {}), **given}
@@ -162,14 +166,6 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
 def _block(tool: dict[str, Any], config: Any) -> Any:
     """Return the block of a config that has the tool's keys, or the config itself if it has no such block."""
     return config[tool["block"]] if "block" in tool and tool["block"] in config else config
-
-
-def _warn_of_auto(name: str, block: Mapping[str, Any]) -> None:
-    if keys := [key for key, value in block.items() if isinstance(value, str) and value == "auto"]:
-        warn_caller(
-            f'{name}: {shown_names(keys)} of "auto" is taken for the default of {name}; a trainer may fill in another '
-            "value, so write the number"
-        )
 
 
 def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:
@@ -232,8 +228,7 @@ def _read(name: str, key: str, how: str, value: Any) -> dict[str, Any]:
         for setting in settings.keys() - {"kind"}:
             check_setting(setting, settings[setting])
     except (TypeError, ValueError, OverflowError) as error:
-        has_reason = isinstance(error, PolicyError) or str(error).startswith(("it must", "the tool"))
-        reason = error if has_reason else "it must be a number"
+        reason = error if isinstance(error, PolicyError) else "it must be a number"
         raise PolicyError(f"{name}: {key}={shown(value)} has no counterpart here: {reason}") from None
     return settings
 
