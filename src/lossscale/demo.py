@@ -7,7 +7,6 @@ that the weight has no effect in float32, but it does in float16 without scaling
 
 import bz2
 import itertools
-from collections.abc import Callable
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -49,8 +48,8 @@ def regimes(policy: core.ScalingPolicy) -> dict[str, tuple[str, core.ScalingPoli
 
 @threadpool_limits.wrap(limits=1)  # for matrices this small, one thread is faster than several
 @np.errstate(over="ignore", invalid="ignore")
-def train(policy: Any, dtype: str, weight: float, seed: int, steps: int, on_step: Callable[[], Any] = int) -> Run:
-    """Train the digits with this weight of the loss, call `on_step` after every step, and return the run.
+def train(policy: Any, dtype: str, weight: float, seed: int, steps: int) -> Run:
+    """Train the digits with this weight of the loss, and return the run.
 
     Raises:
         OverflowStreakError: The policy's `max_overflow_streak` is reached.
@@ -78,7 +77,6 @@ def train(policy: Any, dtype: str, weight: float, seed: int, steps: int, on_step
         check_overflow_streak(policy, state)
         largest = max(float(np.abs(grad).max()) for grad in (grads if finite else exact))
         rows.append((loss, float(before.loss_scale), not finite, largest))
-        on_step()
     logits = _forward([param.astype(dtype) for param in learnt[0]], images[_TRAINING_IMAGES:].astype(dtype))[-1]
     accuracy = float(np.mean(logits.argmax(axis=1) == labels[_TRAINING_IMAGES:]))
     return Run(np.array(rows, float).T, float(np.mean(flushed)), accuracy, float(state.loss_scale))

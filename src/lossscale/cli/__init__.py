@@ -17,7 +17,7 @@ from lossscale_core.errors import LossScaleError
 @click.group(
     epilog=example("lossscale demo"),
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option("", message=versions(), help="Print the versions of lossscale, Python and the frameworks.")
 @click.pass_context

@@ -1,11 +1,9 @@
 """The subcommand `lossscale demo`: train a small network in real float16, with and without loss scaling."""
 
-import contextlib
-import functools
+import io
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -15,21 +13,15 @@ from lossscale_core import load_policy
 from lossscale_core.adapters import policy_text, shown_number, write_whole
 
 
-@click.command(
-    "demo",
-    short_help="Train in float16, with and without loss scaling.",
-    epilog=example("lossscale demo --steps 300 --out lossscale-demo"),
-)
+@click.command("demo", epilog=example("lossscale demo --steps 300 --out lossscale-demo"))
 @click.option("--policy", "policy_file", type=FILE, help="A policy file (.toml or .json) for the dynamic regime.")
-@click.option(
-    "--weight", type=click.FloatRange(1e-9, 1.0), default=1e-5, show_default=True, help="The weight of the loss."
-)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="The seed of weights and batches.")
-@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="Training steps of each run.")
-@click.option("--out", type=FILE, default="lossscale-demo", show_default=True, help="The folder of the results.")
+@click.option("--weight", type=click.FloatRange(1e-9, 1.0), default=1e-5, help="The weight of the loss.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="The seed of weights and batches.")
+@click.option("--steps", type=click.IntRange(1), default=300, help="Training steps of each run.")
+@click.option("--out", type=FILE, default="lossscale-demo", help="The folder of the results.")
 @OVERWRITE
 def command(policy_file: Path | None, weight: float, seed: int, steps: int, out: Path, overwrite: bool) -> None:
-    """Train a small network in real float16, with and without loss scaling.
+    """Train a network in float16, with and without loss scaling.
 
     The demo compares four runs, and repeats them with other weights of the loss. It prints a table, and writes
     demo.png, demo-narrow.png for a phone, trace.csv and policy.toml to the --out folder.
@@ -46,16 +38,13 @@ def command(policy_file: Path | None, weight: float, seed: int, steps: int, out:
     require_new(*results, overwrite=overwrite)
     out.mkdir(parents=True, exist_ok=True)
     weights = sorted({*WEIGHTS, weight}, reverse=True)
-    runs: dict[str, dict[float, Run]] = {}
     trained = regimes(policy)
-    work = len(trained) * len(weights) * steps
-    progress: Any = contextlib.nullcontext()
-    if sys.stderr.isatty():
-        progress = click.progressbar(length=work, label="training", file=sys.stderr)
-    with progress as bar:
-        advance = (lambda: None) if bar is None else functools.partial(bar.update, 1)
-        for name, (dtype, scaling) in trained.items():
-            runs[name] = {each: train(scaling, dtype, each, seed, steps, advance) for each in weights}
+    runs: dict[str, dict[float, Run]] = {name: {} for name in trained}
+    jobs = list(itertools.product(trained.items(), weights))
+    terminal = sys.stderr if sys.stderr.isatty() else io.StringIO()  # elsewhere the bar would be a line of text
+    with click.progressbar(jobs, label="training", file=terminal) as bar:
+        for (name, (dtype, scaling)), each in bar:
+            runs[name][each] = train(scaling, dtype, each, seed, steps)
     rows = [("regime", "accuracy", "flushed", "skipped", "scale")]
     for name, run in ((name, of_weight[weight]) for name, of_weight in runs.items()):
         skipped, scale = str(int(run.steps[2].sum())), shown_number(run.final_scale)
@@ -63,18 +52,17 @@ def command(policy_file: Path | None, weight: float, seed: int, steps: int, out:
     say(f"Digits in float16: loss x {weight:g}, {steps} steps, seed {seed}")
     print_table(rows)
     say("accuracy on test images; flushed: gradient elements lost to zero; skipped: steps that overflowed")
+    trace = [
+        (step, scale, skipped == 0.0, skipped == 1.0, False, None, largest, 0)
+        for step, (_, scale, skipped, largest) in enumerate(runs[name][weight].steps.T.tolist())
+    ]
     contents: dict[str, str | bytes] = {
         "demo.png": draw_demo(runs, weight, seed, is_narrow=False),
         "demo-narrow.png": draw_demo(runs, weight, seed, is_narrow=True),
-        "trace.csv": "".join(csv_lines(map(_row, itertools.count(), runs[name][weight].steps.T.tolist()))),
+        "trace.csv": "".join(csv_lines(trace)),
         "policy.toml": policy_text(policy, ".toml"),
     }
     for path in results:
         write_whole(path, contents[path.name], overwrite=overwrite)
     say(f"wrote demo.png, demo-narrow.png, trace.csv and policy.toml to {out}")
     say(f"next: change the policy, and run: lossscale simulate {out / 'policy.toml'} {out / 'trace.csv'}")
-
-
-def _row(step: int, numbers: Any) -> tuple[Any, ...]:
-    _, scale, skipped, largest = numbers
-    return step, scale, skipped == 0.0, skipped == 1.0, False, None, largest, 0

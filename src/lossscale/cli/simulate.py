@@ -22,14 +22,10 @@ _WITH_MAGNITUDES = (
 )
 
 
-@click.command(
-    "simulate",
-    short_help="Try a policy on a recorded run, without training.",
-    epilog=example("lossscale simulate policy.toml scale.csv"),
-)
+@click.command("simulate", epilog=example("lossscale simulate policy.toml scale.csv"))
 @click.argument("policy")
 @click.argument("trace", type=FILE)
-@click.option("--dtype", type=click.Choice(tuple(testing.LARGEST_NUMBER)), default="float16", show_default=True)
+@click.option("--dtype", type=click.Choice(tuple(testing.LARGEST_NUMBER)), default="float16")
 @AS_JSON
 def command(policy: str, trace: Path, dtype: str, as_json: bool) -> None:
     """Try POLICY on the recorded run TRACE, without training.
@@ -80,8 +76,8 @@ def _stretches(trace: testing.Trace) -> list[dict[str, Any]]:
 
 def _summary(scaling: ScalingPolicy, trace: testing.Trace) -> dict[str, Any]:
     # A policy may add counters of its own, which the trace has as columns, too.
-    last: Any = SimpleNamespace(**{name: column[-1] for name, column in trace._asdict().items()})
-    last.loss_scale = trace.loss_scale_after[-1]
+    columns = {**trace._asdict(), "loss_scale": trace.loss_scale_after}
+    last: Any = SimpleNamespace(**{name: column[-1] for name, column in columns.items()})
     limit = BaseScaling.of(scaling).max_overflow_streak
     applied, reached = np.flatnonzero(~trace.skipped), np.flatnonzero(trace.overflow_streak >= (limit or np.inf))
     return {
