@@ -31,13 +31,13 @@ _SMOOTHING = 9
 
 def draw_trace(run: "Trace", suffix: str) -> bytes:
     """Return a picture of a run's loss scale, its skipped steps and, if it is known, its gradient norm."""
-    has_norm = bool((np.isfinite(run.norm) & (run.norm > 0)).any())
+    known = np.isfinite(run.norm) & (run.norm > 0)
+    has_norm = bool(known.any())
     with rc_context(_STYLE):
         figure = Figure(figsize=(8, 6 if has_norm else 4), layout="constrained")
         panels = figure.subplots(2 if has_norm else 1, 1, sharex=True, squeeze=False)[:, 0]
         _draw_scale(panels[0], run.step, run.scale, ~run.applied, "loss scale", color=_BLUE)
         if has_norm:
-            known = np.isfinite(run.norm) & (run.norm > 0)
             panels[1].plot(run.step[known], run.norm[known], color="#009e73", linewidth=1.0)
             panels[1].set(yscale="log", ylabel="gradient norm")
         panels[-1].set_xlabel("step")

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from lossscale_core import FixedScaling, ScalingPolicy, as_policy
-from lossscale_core.adapters import policy_text
 
 FILE = click.Path(path_type=Path)
 PICTURES = (".png", ".pdf", ".svg")
@@ -46,11 +45,6 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         click.echo("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-
-
-def print_policy(scaling: ScalingPolicy, as_json: bool) -> None:
-    """Print all settings of a policy as TOML or JSON."""
-    click.echo(policy_text(scaling, ".json" if as_json else ".toml"), nl=False)
 
 
 def require_new(*paths: Path, overwrite: bool = False) -> None:

@@ -21,17 +21,16 @@ _MOST_DICTS = 1000
 _MOST_PICKLED = 2**24
 
 
-@click.command(
-    "checkpoint", short_help="Print the saved scalers in a file.", epilog=example("lossscale checkpoint last.pt")
-)
+@click.command("checkpoint", epilog=example("lossscale checkpoint last.pt"))
 @click.argument("file", type=FILE)
 @click.option("--from", "tool", metavar="TOOL", help="The tool that saved it; guessed from the names.")
 @click.option("--policy", "policy_file", type=FILE, help="The policy that will continue with it.")
 def command(file: Path, tool: str | None, policy_file: Path | None) -> None:
-    """Print the saved scalers in FILE, of this library or another tool, as the JSON that `state_from_dict` reads.
+    """Print the saved scalers in FILE.
 
-    FILE is JSON, or what torch.save wrote. No class in it is imported. One scaler is printed itself; several are
-    printed under their places.
+    They are scalers of this library or another tool, and are printed as the JSON that `state_from_dict` reads. FILE is
+    JSON, or what torch.save wrote. No class in it is imported. One scaler is printed itself; several are printed under
+    their places.
     """
     content = _content(file)
     found = _scalers(content) or ({} if tool is None else {"": content})

@@ -9,14 +9,15 @@ from lossscale.cli._trace import read_trace
 from lossscale_core.adapters import write_whole
 
 
-@click.command(
-    "plot", short_help="Draw the loss scale of a recorded run.", epilog=example("lossscale plot scale.csv -o scale.svg")
-)
+@click.command("plot", epilog=example("lossscale plot scale.csv -o scale.svg"))
 @click.argument("trace", type=FILE)
 @click.option("-o", "--output", type=FILE, required=True, help="The picture: .png, .pdf or .svg.")
 @OVERWRITE
 def command(trace: Path, output: Path, overwrite: bool) -> None:
-    """Draw the loss scale of TRACE over time, its skipped steps and, if it is known, the gradient norm."""
+    """Draw the loss scale of the recorded run TRACE.
+
+    The picture also has the skipped steps and, if it is known, the gradient norm.
+    """
     if output.suffix.lower() not in PICTURES:
         raise click.UsageError(f"-o {output} must end in {', '.join(PICTURES)}; pass such a name")
     require_new(output, overwrite=overwrite)

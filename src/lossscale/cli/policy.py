@@ -5,20 +5,10 @@ from typing import Any
 
 import click
 
-from lossscale.cli._shared import (
-    AS_JSON,
-    FILE,
-    OVERWRITE,
-    example,
-    help_if_alone,
-    print_policy,
-    require_new,
-    say,
-    warnings_as_lines,
-)
+from lossscale.cli._shared import AS_JSON, FILE, OVERWRITE, example, help_if_alone, require_new, say, warnings_as_lines
 from lossscale.other_tools import from_tool, tools, tools_of_config
-from lossscale_core import dump_policy, load_policy, policy_to_dict
-from lossscale_core.adapters import read_data, shown
+from lossscale_core import ScalingPolicy, dump_policy, load_policy, policy_to_dict
+from lossscale_core.adapters import policy_text, read_data, shown
 from lossscale_core.errors import PolicyError
 
 
@@ -35,7 +25,7 @@ def command(context: click.Context) -> None:
 def check(file: Path, as_json: bool) -> None:
     """Check that FILE, in TOML or JSON, holds a valid policy, and print all its settings."""
     scaling = load_policy(file)
-    print_policy(scaling, as_json)
+    _print(scaling, as_json)
     say(f"{file}: a valid policy of kind {policy_to_dict(scaling)['kind']!r}")
 
 
@@ -62,10 +52,15 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
     with warnings_as_lines():
         scaling = from_tool(tool, config)
     if out is None:
-        print_policy(scaling, as_json)
+        _print(scaling, as_json)
     else:
         dump_policy(scaling, out, overwrite=overwrite)
     say(f"{file}: the config of {tool} is a policy of kind {policy_to_dict(scaling)['kind']!r}")
+
+
+def _print(scaling: ScalingPolicy, as_json: bool) -> None:
+    """Print all settings of a policy as TOML or JSON."""
+    click.echo(policy_text(scaling, ".json" if as_json else ".toml"), nl=False)
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from lossscale.cli._shared import FILE, example, say, typed_policy
 
 @click.command(
     "run",
-    short_help="Run a PyTorch script with this library's scaler.",
     epilog=example("lossscale run --policy policy.toml --trace scale.csv train.py --fp16"),
     context_settings={"allow_interspersed_args": False},
 )
@@ -20,10 +19,11 @@ from lossscale.cli._shared import FILE, example, say, typed_policy
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM begins with the name of a module.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(policy: str | None, trace: Path | None, is_module: bool, program: tuple[str, ...]) -> Callable[[], None]:
-    """Run a PyTorch script as it is, in this process, with this library's scaler in the place of torch's.
+    """Run a PyTorch script with this library's scaler.
 
-    PROGRAM is a script, or with -m a module, and its arguments. At exit a diagnosis goes to stderr. With several
-    processes: torchrun --nproc-per-node 8 -m lossscale run --trace scale.csv train.py
+    The script runs as it is, in this process, and its torch scaler is replaced. PROGRAM is a script, or with -m a
+    module, and its arguments. At exit a diagnosis goes to stderr. With several processes, run:
+    torchrun --nproc-per-node 8 -m lossscale run --trace scale.csv train.py
     """
     scaling = None if policy is None else typed_policy(policy)
     if trace is not None and trace.suffix.lower() != ".csv":
