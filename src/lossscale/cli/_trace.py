@@ -59,10 +59,7 @@ def read_trace(path: Path) -> Trace:
         raise click.UsageError(f"{path} must be a .csv file; pass one that lossscale run --trace wrote")
     rows = array("d")  # of all columns, one row after the other
     scalers = {0.0}
-    with (
-        open_file(path, "trace", LossScaleError) as file,
-        io.TextIOWrapper(file, "utf-8-sig", errors="replace") as text,
-    ):
+    with io.TextIOWrapper(open_file(path, "trace", LossScaleError), "utf-8-sig", errors="replace") as text:
         lines = _rows(path, text)
         titles = next(lines, [])
         if missing := [name for name in ("step", "scale", "overflowed") if name not in titles]:
