@@ -137,7 +137,7 @@ class Recorded(_GradScaler):
             kwargs["policy"] = RECORDING.policy
         super().__init__(*args, **kwargs)
 
-    def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
+    def _open(self, optimizer: Any, caller: str) -> lossscale_torch.hooks.OptimizerStep:
         """Measure the gradients when the script touches them first in a step: before they are unscaled or clipped."""
         record = super()._open(optimizer, caller)
         if "step" not in record:

@@ -14,9 +14,9 @@ except ModuleNotFoundError as error:
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
 from lossscale_torch import hooks
-from lossscale_torch._float32 import float32_plan, keep_in_float32
-from lossscale_torch._guarded import GuardedOptimizer, guarded
-from lossscale_torch._range import RangeReport, range_report
+from lossscale_torch._extras._float32_plan import float32_plan, keep_in_float32
+from lossscale_torch._extras._guarded import GuardedOptimizer, guarded
+from lossscale_torch._extras._range_report import RangeReport, range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo

@@ -18,19 +18,19 @@ from lossscale_core import (
 )
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_names, shown_number, warn_caller
 from lossscale_core.errors import CheckpointError, PolicyError
-from lossscale_torch._state import is_being_recorded
+from lossscale_torch._state import is_capturing
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _SETTINGS = _TORCHS_KEYS[1:4]
-_DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NEVER = 2**31 - 1
 _NEXT_TO_ONE = {"growth_factor": 1.0 + 2.0**-23, "backoff_factor": 1.0 - 2.0**-24}
 
 
 def policy_of(policy: Any, torchs: dict[str, Any]) -> ScalingPolicy:
     """Return the policy of a scaler from its `policy` argument, or from the four arguments of torch's scaler."""
-    if policy is not None and torchs != _DEFAULTS:
-        settings = ", ".join(f"{name}={shown(value)}" for name, value in torchs.items() if value != _DEFAULTS[name])
+    if policy is not None and torchs != DEFAULTS:
+        settings = ", ".join(f"{name}={shown(value)}" for name, value in torchs.items() if value != DEFAULTS[name])
         raise PolicyError(
             f"policy={shown(policy)} and {settings} are both given; pass either policy= or init_scale, "
             f"growth_factor, backoff_factor and growth_interval, as in policy=DynamicScaling({settings})"
@@ -133,23 +133,18 @@ def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> fl
     Raises torch's error for what is not one; the given value and the rule follow torch's sentence.
     """
     value = new_scale
-    if isinstance(new_scale, torch.Tensor):
-        is_there = new_scale.device.type == torch.device(device_type).type
-        if new_scale.numel() == 1 and is_there and not new_scale.requires_grad:
-            if not new_scale.is_cpu or is_being_recorded():
-                return new_scale
-            value = new_scale.item()
+    is_one = isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
+    if is_one and new_scale.device.type == torch.device(device_type).type:
+        if not new_scale.is_cpu or is_capturing():
+            return new_scale
+        value = new_scale.item()
     if not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
         members = BaseScaling.of(policy)
         return _bounded("new_scale", value, members.min_scale, members.max_scale)
-    if isinstance(value, torch.Tensor):
-        needs = "with" if new_scale.requires_grad else "without"
-        given = f"a tensor of shape {tuple(new_scale.shape)} on {new_scale.device} {needs} requires_grad"
-    else:
-        given = repr(new_scale)
     raise AssertionError(
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
-        f"requires_grad=False. It is {given}; pass a positive number, or a tensor of one element on {device_type}."
+        f"requires_grad=False. It is {shown(value)}; pass a positive number, or a tensor of one element on "
+        f"{device_type}."
     )
 
 

@@ -2,15 +2,20 @@
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
+from torch.optim import Optimizer
 
 HAVE_FLOAT64 = ("cpu", "cuda")
 """The types of devices that have float64; MPS and Intel Arc have none."""
+
+_WITHOUT_BFLOAT16 = ("cuda",)
+"""The devices on which the kernel that checks has no bfloat16: https://github.com/pytorch/pytorch/issues/127176."""
 
 Bucket = list[Tensor]
 
@@ -29,38 +34,40 @@ class Gradients:
 
     __slots__ = ("_grads", "_values", "buckets")
 
-    def __init__(self, optimizers: list[Any], allow_half: bool = True) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], allow_half: bool = True) -> None:
         self._grads = self._values = grads = _grads_of(optimizers)
         if grads and _are_one_bucket(grads):
             self.buckets = [grads]
         else:
-            params = [param for each in optimizers for param in params_of(each) if param.grad is not None]
+            params = dict.fromkeys(param for each in optimizers for param in params_of(each) if param.grad is not None)
             self._grads = [_writable(param) for param in params]
             self._values = [values_of(grad) for grad in self._grads]
-            self.buckets = buckets(self._values)
+            self.buckets = to_buckets(self._values)
         for bucket in self.buckets:
             if bucket[0].dtype is torch.float16 and not allow_half:
                 raise ValueError(_half_gradients(optimizers))
 
-    def check_and_multiply_(self, factor: Tensor, found_inf: Tensor) -> dict[Any, Tensor]:
+    def check_and_multiply_(self, factor: Tensor | None, found_inf: Tensor) -> dict[Any, Tensor]:
         """Multiply in place; return for each device 1.0 if a gradient was not finite, else 0.0.
 
-        `found_inf` is the flag, 0.0, on the device of `factor`; other devices get copies. A factor of 1 writes nothing.
+        `found_inf` is the flag, 0.0, on the device of `factor`; other devices get copies. Without a factor nothing is
+        written.
         """
         found: dict[Any, Tensor] = {}
         for bucket in self.buckets:
             device = bucket[0].device
             if device not in found:
-                found[device] = found_inf if device == found_inf.device else moved(found_inf.clone(), device)
-            check_and_multiply_(bucket, moved(factor, device), found[device])
+                found[device] = found_inf if device == found_inf.device else to_device(found_inf.clone(), device)
+            check_and_multiply_(bucket, None if factor is None else to_device(factor, device), found[device])
         return found
 
     def norm_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of a norm on a device: float32, or float64 if a gradient has that and the device, too."""
-        has_double = torch.float64 in [bucket[0].dtype for bucket in self.buckets]
-        return torch.float64 if has_double and device.type in HAVE_FLOAT64 else torch.float32
+        for bucket in self.buckets:
+            if bucket[0].dtype is torch.float64 and device.type in HAVE_FLOAT64:
+                return torch.float64
+        return torch.float32
 
-    @torch.no_grad()
     def norm(
         self,
         order: float,
@@ -91,13 +98,13 @@ class Gradients:
                 return value, not math.isnan(value)
         dtype = torch.float64 if device.type in HAVE_FLOAT64 else torch.float32
         norms, is_exact = self._norms(order, dtype, groups, norm_group)
-        norms = [moved(each.to(dtype), device) for each in norms] or [torch.zeros(1, dtype=dtype, device=device)]
+        norms = [to_device(each.to(dtype), device) for each in norms] or [torch.zeros(1, dtype=dtype, device=device)]
         total = torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms), order)
         if is_exact:
             is_good = total < math.inf  # false for NaN, too, and one kernel where `isfinite` takes four
         else:
-            found = self.check_and_multiply_(one, torch.zeros_like(one)).values()
-            is_good = functools.reduce(torch.maximum, [moved(each, device) for each in found]) == 0.0
+            found = self.check_and_multiply_(None, torch.zeros_like(one)).values()
+            is_good = functools.reduce(torch.maximum, [to_device(each, device) for each in found]) == 0.0
         if groups:
             is_largest = order == math.inf
             part = total if is_largest else total**order
@@ -116,30 +123,26 @@ class Gradients:
 
         The norm of what has n copies on the ranks is divided, so that the n copies together count once.
         """
-        by_kind: dict[tuple[int, bool], list[Tensor]] = {}
-        copies: dict[Any, int] = {}
+        by_count: dict[int, list[Tensor]] = {}
+        counts: dict[Any, int] = {}
+        norms: list[Tensor] = []
+        is_exact = True
         grad: Any
         for grad, values in zip(self._grads, self._values, strict=True):
             if values.numel():  # an empty tensor has no infinity norm
                 layout = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
-                if layout not in copies:
-                    copies[layout] = _copies_of(layout, [each for each in groups if each is not norm_group])
-                by_kind.setdefault((copies[layout], grad.is_complex() and order != 2.0), []).append(values)
-        norms: list[Tensor] = []
-        is_exact = True
-        for (count, is_complex), some in by_kind.items():
-            for bucket in buckets(some):
+                if layout not in counts:
+                    counts[layout] = _copies_of(layout, [each for each in groups if each is not norm_group])
+                if grad.is_complex() and order != 2.0:
+                    values, is_exact = torch.view_as_complex(values).abs(), False
+                by_count.setdefault(counts[layout], []).append(values)
+        for count, some in by_count.items():
+            for bucket in to_buckets(some):
                 is_double, has_double = bucket[0].dtype is torch.float64, bucket[0].device.type in HAVE_FLOAT64
-                is_wide = has_double and dtype is torch.float64
-                if order == math.inf:
-                    is_held = is_wide or not is_double
-                    of = None if bucket[0].dtype.itemsize >= 4 else torch.float32
-                else:
-                    is_held = is_wide and not is_double and order <= EXACT_UP_TO
-                    of = torch.float64 if has_double else torch.float32
-                is_exact = is_exact and is_held and not is_complex
-                parts = [torch.view_as_complex(each).abs() for each in bucket] if is_complex else bucket
-                found = torch.stack(torch._foreach_norm(parts, order, dtype=of))
+                is_held = (has_double and dtype is torch.float64) or (order == math.inf and not is_double)
+                is_exact &= is_held and (order == math.inf or (not is_double and order <= EXACT_UP_TO))
+                wide = torch.float64 if has_double else torch.float32
+                found = torch.stack(torch._foreach_norm(bucket, order, dtype=wide))
                 norms.append(found / count ** (1.0 / order) if count > 1 else found)
         return norms, is_exact
 
@@ -153,39 +156,55 @@ class Gradients:
                 dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
                 norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, 2.0, dtype=dtype)))
             norm = norm.to(self.norm_dtype(device)) if norm.dtype is torch.float64 else norm
-            norms.append(moved(norm, device))
+            norms.append(to_device(norm, device))
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
-    @torch.no_grad()
     def multiply_(self, factor: float | Tensor) -> None:
         """Multiply finite gradients in place by a number, or by a tensor of shape `()`."""
         for bucket in self.buckets:
             is_double = bucket[0].dtype is torch.float64
             if isinstance(factor, Tensor):
                 factor_there = factor if is_double else factor.float()
-                torch._foreach_mul_(bucket, moved(factor_there, bucket[0].device))
-            elif is_double:
+                torch._foreach_mul_(bucket, to_device(factor_there, bucket[0].device))
+            elif is_double or (bucket[0].dtype is torch.bfloat16 and bucket[0].device.type in _WITHOUT_BFLOAT16):
                 torch._foreach_mul_(bucket, factor)
             else:  # by the kernel that also checks, which takes a fifth of the time for small tensors
                 flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
                 check_and_multiply_(bucket, torch.full_like(flag, factor), flag)
 
 
-def check_and_multiply_(bucket: Bucket, factor: Tensor, found_inf: Tensor) -> None:
-    """Set `found_inf` to 1.0 if an element is not finite, and multiply in place; a factor of 1 writes nothing."""
-    if bucket[0].dtype is torch.bfloat16 and bucket[0].is_cuda:
-        # the kernel does not support bfloat16 on CUDA: https://github.com/pytorch/pytorch/issues/127176
+def check_and_multiply_(bucket: Bucket, factor: Tensor | None, found_inf: Tensor) -> None:
+    """Set `found_inf` to 1.0 if an element is not finite; multiply in place by a factor, and else write nothing."""
+    if bucket[0].dtype is torch.bfloat16 and bucket[0].device.type in _WITHOUT_BFLOAT16:
         if some := [each for each in bucket if each.numel()]:  # an empty tensor has no infinity norm
             largest = torch.stack(torch._foreach_norm(some, math.inf)).amax()
             found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(largest)).float()))
-        torch._foreach_mul_(bucket, factor)
+        if factor is not None:
+            torch._foreach_mul_(bucket, factor)
     else:
+        factor = torch.ones_like(found_inf) if factor is None else factor  # the kernel does not write by 1
         torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
 
 
-def params_of(optimizer: Any) -> list[Any]:
+def reduce_max(flags: Tensor, groups: Iterable[Any]) -> Tensor:
+    """Return flags combined over the ranks of each group, in place; every rank of a group must call."""
+    for group in groups:
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
+    return flags
+
+
+def params_of(optimizer: Optimizer) -> list[Any]:
     """Return an optimizer's parameters, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Return whether a parameter of an optimizer has a gradient."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return True
+    return False
 
 
 def values_of(grad: Tensor) -> Tensor:
@@ -197,7 +216,7 @@ def values_of(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
-def buckets(values: Iterable[Tensor]) -> list[Bucket]:
+def to_buckets(values: Iterable[Tensor]) -> list[Bucket]:
     """Return dense, real tensors in lists of one device and dtype each."""
     by_kind: dict[tuple[torch.device, torch.dtype], Bucket] = {}
     for each in values:
@@ -205,9 +224,14 @@ def buckets(values: Iterable[Tensor]) -> list[Bucket]:
     return list(by_kind.values())
 
 
-def lifted(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
     """Return floats of less than four bytes in float32, others unchanged."""
     return tensor.float() if tensor.dtype.itemsize < 4 and tensor.is_floating_point() else tensor
+
+
+def has_meshes() -> bool:
+    """Return whether parameters may lie on a device mesh, which needs DTensor and several processes."""
+    return "torch.distributed.tensor" in sys.modules and torch.distributed.is_initialized()
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -215,7 +239,7 @@ def is_dtensor(tensor: Any) -> bool:
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return `tensor` on `device`, without waiting for the copy if that is safe.
 
     A copy to the host waits, since the memory of a non-blocking copy may be read before the device has written it.
@@ -224,18 +248,17 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def _grads_of(optimizers: list[Any]) -> list[Tensor]:
+def _grads_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Return the gradients of optimizers' parameters, in order; raise torch's `AssertionError` for another type."""
+    params: list[Any] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            params += group["params"]
+    params = params if len(optimizers) == 1 else list(dict.fromkeys(params))  # several may share one
     try:
-        return [
-            g
-            for each in optimizers
-            for group in each.param_groups
-            for p in group["params"]
-            if (g := p.grad) is not None
-        ]
+        return [grad for param in params if (grad := param.grad) is not None]
     except AttributeError:
-        for param in (param for each in optimizers for param in params_of(each)):
+        for param in params:
             if not isinstance(param, Tensor):
                 raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}") from None
         raise
@@ -303,11 +326,11 @@ def _norm_by_dots(bucket: Bucket) -> Tensor:
             flat.append(each.reshape(-1))
     if small:
         flat.append(_flatten_dense_tensors(small))
-    dots = [torch.dot(each, each) for each in flat]
+    dots = [*map(torch.dot, flat, flat)]
     return (dots[0] if len(dots) == 1 else torch.stack(dots).sum()).sqrt()
 
 
-def _half_gradients(optimizers: list[Any]) -> str:
+def _half_gradients(optimizers: Sequence[Optimizer]) -> str:
     """Return the message for float16 gradients: torch's own sentence, the parameters, and what to do."""
     named = [
         f"{names[i] if i < len(names) else f'parameter {i} of group {g}'} ({param.dtype}, shape {tuple(param.shape)})"

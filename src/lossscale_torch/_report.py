@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lossscale_core.adapters import OverflowReport
-from lossscale_torch._gradients import lifted, values_of
+from lossscale_torch._gradients import at_least_float32, values_of
 from lossscale_torch._verbs import all_finite
 
 
@@ -35,7 +35,11 @@ def overflow_report(
         for name, param in pairs(named_parameters, "overflow_report")
         if param.grad is not None
     ]
-    bad = [(name, lifted(values).cpu().numpy()) for name, values in checked if not bool(torch.isfinite(values).all())]
+    bad = [
+        (name, at_least_float32(values).cpu().numpy())
+        for name, values in checked
+        if not bool(torch.isfinite(values).all())
+    ]
     return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=len(checked))
 
 

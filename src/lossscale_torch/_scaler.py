@@ -1,58 +1,100 @@
-"""`GradScaler`: torch's own, with any policy in the place of its rule, the outcome of each step, and hooks.
+"""`GradScaler`: torch's scaler with any policy, the outcome of each step, and hooks.
 
-Three things are true, each in one place: torch's two tensors (`_scale`, `_growth_tracker`), torch's records of flags
+Each fact has one owner: torch's two tensors (`_scale`, `_growth_tracker`), torch's records of flags
 (`_per_optimizer_states`), and the policy.
 """
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from lossscale_core import (
+    BaseScaling,
     DynamicScaling,
     NoScaling,
     PolicyLike,
+    ScalingPolicy,
     SpikeGuard,
     diagnose,
     metrics,
 )
 from lossscale_core.adapters import BAD_LOSS, check_setting, shown, tree, warn_caller
 from lossscale_core.errors import CallOrderError, PolicyError
-from lossscale_torch import _state
-from lossscale_torch._attach import Attach
-from lossscale_torch._attempts import Attempt, attempts
-from lossscale_torch._checkpoint import (
-    checked_scale,
-    policy_of,
-    restored,
-    saved,
+from lossscale_torch._checkpoint import DEFAULTS, as_setting, checked_scale, policy_of, restored, saved
+from lossscale_torch._clip import clip, total_norm
+from lossscale_torch._fused import step_fused
+from lossscale_torch._gradients import Gradients, at_least_float32, has_gradients, has_meshes, is_dtensor, to_device
+from lossscale_torch._record import (
+    FUSED,
+    LEGACY,
+    PLAIN,
+    READY,
+    STEPPED,
+    UNSCALED,
+    OptimizerStep,
+    combine,
+    decision_on_host,
+    flags_of,
+    kind_of,
+    read_numbers,
+    require_optimizer,
 )
-from lossscale_torch._clip import clip
-from lossscale_torch._gradients import Gradients, is_dtensor, lifted, moved, params_of
-from lossscale_torch._optimizers import Plain, kind_of, require_optimizer
-from lossscale_torch._placement import PlacedScaler
-from lossscale_torch._state import READY, STEPPED, UNSCALED, OnDevice
+from lossscale_torch._state import ScalerState, is_capturing
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
 from lossscale_torch._watch import Watch
-from lossscale_torch.hooks import Guard, Hook, Protect, SameOnRanks, require_hooks, total_norm
+from lossscale_torch.hooks import Hook, Protect, SameOnRanks, require_hooks
 
-_MANY = 64
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lossscale_torch._extras._attach import Attach
+    from lossscale_torch._extras._attempts import Attempt
+
+_MAX_LOSSES = 64
+_LEGACY_WARNING = (
+    "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near future "
+    "GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and let the optimizer "
+    "use them directly."
+)
 Losses = TypeVar("Losses", bound=Tensor | list[Any] | tuple[Any, ...] | dict[Any, Any])
 Loss = TypeVar("Loss")
 
 
-class GradScaler(PlacedScaler):
+def _setting(name: str) -> property:
+    """Return torch's attribute of a setting, which the policy owns."""
+
+    def read(self: "GradScaler") -> float:
+        value: float = getattr(BaseScaling.of(self.policy), name)
+        return value
+
+    def write(self: "GradScaler", value: float) -> None:
+        if "policy" not in vars(self):  # torch's constructor writes what the policy says
+            return
+        if name not in BaseScaling.of(self.policy).settings():
+            raise PolicyError(f"{self.policy!r} has no {name}; make the scaler with another policy")
+        self.policy = dataclasses.replace(self.policy, **{name: as_setting(name, value)})  # type: ignore[type-var]  # it has settings
+
+    return property(read, write)
+
+
+def _of_state(name: str) -> Any:
+    """Return torch's attribute of a value that the scaler's state owns."""
+    return property(operator.attrgetter(f"_state.{name}"), lambda self, value: setattr(self._state, name, value))
+
+
+class GradScaler(torch.amp.GradScaler):
     """A drop-in for `torch.amp.GradScaler` that accepts any policy and reports the outcome of each step.
 
     ```python
@@ -97,6 +139,15 @@ class GradScaler(PlacedScaler):
 
     last_step: StepInfo
     """The outcome of the last `update`, for code in which a framework calls `update`; before it, a step not applied."""
+    policy: ScalingPolicy
+    """The scaling policy, frozen; torch's setters replace it."""
+
+    # torch's attributes, which other packages read and write.
+    _scale, _growth_tracker = _of_state("scale"), _of_state("tracker")
+    _init_scale, _init_growth_tracker = _of_state("init_scale"), _of_state("init_tracker")
+    _growth_factor = _setting("growth_factor")
+    _backoff_factor = _setting("backoff_factor")
+    _growth_interval = _setting("growth_interval")
 
     def __init__(
         self,
@@ -108,47 +159,42 @@ class GradScaler(PlacedScaler):
         enabled: bool = True,
         *,
         policy: PolicyLike | None = None,
-        process_group: Any = None,
-        norm_group: Any = None,
+        process_group: "ProcessGroup | None" = None,
+        norm_group: "ProcessGroup | None" = None,
         half_gradients: bool = False,
         guard: SpikeGuard | None = None,
-        protect: torch.nn.Module | Iterable[torch.nn.Module] = (),
+        protect: Module | Iterable[Module] = (),
         updates_per_step: int = 1,
         hooks: Sequence[Hook] = (),
     ) -> None:
         options = {"policy": policy, "guard": guard, "protect": protect, "hooks": hooks}
         enabled = _can_be_enabled(device, enabled, [name for name, value in options.items() if value])
-        torchs = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
-        with contextlib.suppress(TypeError):  # of a factor that is no number, which the policy names
+        torchs = dict(zip(DEFAULTS, (init_scale, growth_factor, backoff_factor, growth_interval), strict=True))
+        given = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
+        first = given.init_state()
+        self._state = ScalerState(first)
+        with contextlib.suppress(TypeError):  # of a factor that is not a number, which the policy names
             super().__init__(device, enabled=enabled, **(torchs if policy is None else {}))  # type: ignore[arg-type]
-        self.policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
-        self._follows_checkpoint = policy is None
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._updates_per_step, self._updates = check_setting("updates_per_step", updates_per_step), 0
-        self._losses: list[Tensor | None] = []  # those of this step, for the cause of an overflow
-        self._new_scale: float | Tensor | None = None  # for the end of this step
+        self.policy, self._follows_checkpoint = given, policy is None
+        self._state.load(first, given)
+        self._updates_per_step = check_setting("updates_per_step", updates_per_step)
         self._has_warned = False  # of a step without a loss
         self._half_gradients = half_gradients
-        self._continue_at(self.policy.init_state())
+        self._hooks, self._guard = require_hooks(hooks, guard)
+        self._needs_norm = self._guard is not None or any(hook.needs_norm for hook in self._hooks)
+        self._protect = Protect(protect) if protect and enabled else None
+        self._ranks, self._watch = SameOnRanks(process_group, norm_group), Watch()
         self.last_step = StepInfo(False, self._init_scale, self._init_scale, 0)
-        given = [*require_hooks(hooks), *([Guard(guard)] if guard is not None else [])]
-        self._needs_norm = any(each.needs_norm for each in given)
-        guards = [each for each in given if isinstance(each, Guard)]  # they see the norm that all ranks have
-        if len(guards) > 1:
-            raise PolicyError(f"a scaler takes one guard, and {len(guards)} were given; pass one of them, as guard=")
-        vetoing = [each for each in given if each not in guards]
-        self._can_veto = bool(vetoing)
-        self._watch = Watch()
-        undoing = [Protect(protect)] if protect and enabled else []
-        self._ranks = SameOnRanks(process_group, norm_group)
-        self._hooks: list[Hook] = [*undoing, *vetoing, self._ranks, *guards, self._watch]
+        self._begin_step()
 
-    # A step, in its order.
+    def _begin_step(self) -> None:
+        """Drop what belongs to the step before."""
+        self._updates = 0
+        self._new_scale: float | Tensor | None = None  # for the end of this step
+        self._losses: list[Tensor | None] = []  # those of this step, for the cause of an overflow
+        self._per_optimizer_states: defaultdict[int, OptimizerStep] = defaultdict(OptimizerStep)  # type: ignore[assignment]
+
+    # A step, in the order of its calls.
 
     @overload
     def scale(self, outputs: Losses) -> Losses: ...
@@ -170,13 +216,13 @@ class GradScaler(PlacedScaler):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if self._scale is None:
+            if self._state.scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             if hasattr(outputs, "_is_scaled"):
                 raise CallOrderError("this loss is scaled already, and its gradients would be too large; scale it once")
             self._note_loss(outputs)
-            loss = outputs if outputs.dtype.itemsize >= 4 else lifted(outputs)
-            scaled: Any = loss * moved(self._scale, loss.device)
+            loss = outputs if outputs.dtype.itemsize >= 4 else at_least_float32(outputs)
+            scaled: Any = loss * to_device(self._scale, loss.device)
             scaled._is_scaled = True
             return scaled
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
@@ -189,7 +235,7 @@ class GradScaler(PlacedScaler):
         )
 
     @not_compiled
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, in place, and record whether they are finite.
 
         For an optimizer without gradients nothing happens. Does not synchronise.
@@ -199,25 +245,26 @@ class GradScaler(PlacedScaler):
             ValueError: For float16 gradients without `half_gradients`.
             TypeError: For what is not an optimizer, and for gradients in a layout such as CSR.
         """
-        if self._enabled:
-            record, scale = self._open(optimizer, "unscale_"), self._scale
-            if "was_applied" in record:
-                return
-            flag = torch.zeros_like(scale)
-            found = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
-            groups = self._ranks.groups([optimizer], of_norm=True) if self._needs_norm else []
-            record["has_divided"] = bool(found)
-            if groups and not found:  # this rank takes part all the same
-                found = {scale.device: flag}
-            record["found_inf_per_device"], record["stage"] = found, UNSCALED if found else READY
-            record.pop("given_up", None)
-            if self._needs_norm and found:
-                record["norm"] = total_norm([optimizer], self._one, groups, self._ranks.norm_group)
+        if not self._enabled:
+            return
+        step = self._open(optimizer, "unscale_")
+        if step.is_done:
+            return
+        scale = self._scale
+        flag = torch.zeros_like(scale)
+        flags = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
+        groups = self._groups([optimizer], of_norm=True) if self._needs_norm else []
+        step.has_divided, step.has_dropped = bool(flags), False
+        if groups and not flags:  # this rank takes part nevertheless
+            flags = {scale.device: flag}
+        step["found_inf_per_device"], step["stage"] = flags, UNSCALED if flags else READY
+        if self._needs_norm and flags:
+            step.norm = total_norm([optimizer], self._state.one, groups, self._ranks.norm_group)
 
     @not_compiled
     def unscale_and_clip_(
         self,
-        optimizer: torch.optim.Optimizer | list[Any] | tuple[Any, ...],
+        optimizer: Optimizer | list[Any] | tuple[Any, ...],
         max_norm: float,
         norm_type: float = 2.0,
     ) -> Tensor:
@@ -249,7 +296,7 @@ class GradScaler(PlacedScaler):
         return clip(self, list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer], max_norm, norm_type)
 
     @not_compiled
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call `optimizer.step(*args, **kwargs)` if the gradients are finite on every rank, else skip the step.
 
         Unscales first if `unscale_` was not called. A fused optimizer is always called, with the flag, and its kernel
@@ -264,37 +311,64 @@ class GradScaler(PlacedScaler):
             TypeError: For what is not an optimizer.
         """
         if not self._enabled:
-            self._per_optimizer_states[id(optimizer)]["optimizer"] = optimizer
+            self._step_of(optimizer)
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        record = self._open(optimizer, "step")
-        if "was_applied" in record:
+        step = self._open(optimizer, "step")
+        if step.is_done:
             return None
-        kind = kind_of(optimizer)
-        if record["stage"] is READY and kind.check:
-            getattr(self, "unscale_" if self._needs_norm else kind.check)(optimizer)
+        kind = step.kind = kind_of(optimizer)
+
+        # Check the gradients. The kernel of a fused optimizer divides them itself.
+        if step["stage"] is READY and kind is not LEGACY:
+            if kind is PLAIN or self._needs_norm:
+                self.unscale_(optimizer)
+            else:
+                self._check_inf_per_device(optimizer)
+
+        # Decide: this rank's hooks, then all ranks together, then the guard, which sees the norm of all ranks.
         for hook in self._hooks:
-            hook.before_step(self, optimizer, record)
-            if self._can_veto:
-                _require_flags(record["found_inf_per_device"], hook)
-        record["kind"], self._is_fused = kind, self._is_fused or kind is not Plain
-        result = kind.take(self, optimizer, record, args, kwargs)
-        record["stage"] = STEPPED
+            _store_veto(step, hook, hook.before_step(self, step))
+        if self._has_ranks():
+            self._ranks.before_step(self, step)
+        if self._guard is not None:
+            _store_veto(step, self._guard, self._guard.before_step(self, step))
+        if self._watch.is_new:
+            self._watch.before_step(self, step)
+
+        # Call the optimizer, or skip its step.
+        step.applied = None
+        if kind is PLAIN:
+            result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
+        else:
+            self._state.is_fused = True
+            if kind is FUSED:
+                result = step_fused(optimizer, step, self._scale, args, kwargs)
+            else:
+                warn_caller(_LEGACY_WARNING, FutureWarning)
+                result = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
+        step["stage"] = STEPPED
         for hook in self._hooks:
-            hook.after_step(self, optimizer, record)
+            hook.after_step(self, step)
         return result
 
-    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
+        decision = self._state.decision([optimizer_state], may_read=True)
+        optimizer_state.applied = applied = decision is not None and not (decision.overflowed or decision.vetoed)
+        return optimizer.step(*args, **kwargs) if applied else None
+
+    def skip(self, optimizer: Optimizer) -> None:
         """Skip an optimizer's step for your own reasons; call it instead of `step`.
 
         `update` then ends the step: the record of the gradients is dropped, and `applied` is False. If `unscale_` has
         checked the gradients, the loss scale follows this check; otherwise the step is not counted. Does not
         synchronise. Raises `RuntimeError` after `step`.
         """
-        record = self._open(optimizer, "skip")
-        if "was_applied" not in record:
-            record["stage"], record["applied"] = STEPPED, False
+        step = self._open(optimizer, "skip")
+        if not step.is_done:
+            step["stage"], step.applied = STEPPED, False
 
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None, *, end_of_step: bool = False) -> StepInfo:  # type: ignore[override]  # torch's says None
@@ -321,29 +395,46 @@ class GradScaler(PlacedScaler):
         """
         if not self._enabled:
             return self._update_disabled(end_of_step)
-        records, has_begun, has_read = self._per_optimizer_states, False, False
-        for record in records.values():
-            has_begun = has_begun or record["stage"] is not READY or bool(record["found_inf_per_device"])
-            has_read = has_read or record.get("kind") is Plain
-        if self._scale is None and (new_scale is not None or not has_begun):
+        state, steps, has_begun, may_read = self._state, self.optimizer_steps, False, False
+        for step in steps:
+            has_begun = has_begun or step["stage"] is not READY or bool(step["found_inf_per_device"])
+            may_read = may_read or step.kind is PLAIN
+        if state.scale is None and (new_scale is not None or not has_begun):
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            new_scale = checked_scale(new_scale, self._device, self.policy)
+            self._new_scale = checked_scale(new_scale, self._device, self.policy)
         elif not has_begun:
             raise AssertionError("No inf checks were recorded prior to update.")
         is_whole = end_of_step or not has_begun or self._updates + 1 >= self._updates_per_step
-        self._new_scale = self._new_scale if new_scale is None else new_scale
-        new_scale = self._new_scale if is_whole else None  # until then the scale stays
+        new_scale = self._new_scale if is_whole else None  # until the step is whole, the scale stays
+
         info = None
         try:
-            info = self.last_step = self._decide(records, has_read, new_scale, is_whole)
-            self._updates += 1
+            # Let the policy move the scale by the flags. What a graph captures with flags is left to the device.
+            decision = None
+            if may_read or not is_capturing() or not any(step.flags or step.may_have_moved for step in steps):
+                decision = state.decision(steps, may_read)
+            had_gradients = bool(flags_of(steps, vetoes=False)) if decision is None else decision.had_gradients
+            outcome = state.advance(self.policy, steps, decision, had_gradients and is_whole and new_scale is None)
+            applied, used, after, streak, overflowed, spiked = outcome
+            if new_scale is not None:
+                after = state.change_scale(new_scale, self.policy)
+
+            # Say for each optimizer, and for all of them, whether its step was applied.
+            by_optimizer: dict[int, bool | Tensor] = {}
+            for key, step in self._per_optimizer_states.items():
+                if step["stage"] is STEPPED or (step["stage"] is UNSCALED and is_whole):
+                    by_optimizer[key] = self._applied_by_flags(step, applied) if step.applied is None else step.applied
+                    if by_optimizer[key] is False:
+                        applied = False
+            info = StepInfo(applied, used, after, streak, overflowed, spiked, by_optimizer, had_gradients)
+            self.last_step, self._updates = info, self._updates + 1
         finally:
             if is_whole or info is None:
                 self._end_step(info)
         return info
 
-    def attempts(self, *modules: torch.nn.Module, retries: int = 8, raise_at_end: bool = False) -> Iterator[Attempt]:
+    def attempts(self, *modules: Module, retries: int = 8, raise_at_end: bool = False) -> "Iterator[Attempt]":
         """Return a loop around a step that takes it again, at the lower loss scale, while its gradients overflow.
 
         ```python
@@ -377,37 +468,59 @@ class GradScaler(PlacedScaler):
             PolicyError: For `retries` that is not a whole number from 0.
             TypeError: For what is not a module.
         """
+        from lossscale_torch._extras._attempts import attempts
+
         return attempts(self, modules, retries, raise_at_end)
 
-    # What belongs to a step.
+    @property
+    def optimizer_steps(self) -> list[OptimizerStep]:
+        """The records of the optimizers since the last update, in the order of their first calls.
+
+        A hook reads here what is known of the other optimizers: their `optimizer` and their `flags`.
+        """
+        records = self._per_optimizer_states
+        for key, record in records.items():
+            if type(record) is not OptimizerStep:  # another package has replaced it by torch's
+                records[key] = OptimizerStep(record)
+        return list(records.values())
+
+    # Parts of a step.
 
     def _note_loss(self, loss: Tensor) -> None:
-        """Note that a loss was scaled in this step, for the cause of an overflow, and which gradients were given up."""
-        is_recorded = _state.is_being_recorded()
-        self._has_warned = self._has_warned or is_recorded  # later steps may follow a replay
-        if len(self._losses) < _MANY:
+        """Keep a loss that was scaled in this step, for the cause of an overflow, and note dropped gradients."""
+        is_captured = is_capturing()
+        self._has_warned = self._has_warned or is_captured  # later steps may follow a replay
+        if len(self._losses) < _MAX_LOSSES:
             kept = None
-            if not (is_recorded or is_dtensor(loss) or _are_functorch_transforms_active()):
+            if not (is_captured or is_dtensor(loss) or _are_functorch_transforms_active()):
                 # A view would keep the memory of its base.
                 kept = loss.detach().clone() if loss._is_view() else loss.detach()
             self._losses.append(kept)
-        for record in self._per_optimizer_states.values():
-            is_unscaled = record["stage"] is UNSCALED and record.get("has_divided")
-            if is_unscaled and all(param.grad is None for param in params_of(record["optimizer"])):
-                record["given_up"] = True
+        if self._per_optimizer_states:
+            for step in self.optimizer_steps:
+                if step["stage"] is UNSCALED and step.has_divided and not has_gradients(step.optimizer):
+                    step.has_dropped = True
 
-    def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
-        """Return the record of an optimizer's step; raise torch's errors if it was unscaled or stepped before."""
-        require_optimizer(optimizer, caller)
-        record = self._per_optimizer_states[id(optimizer)]
-        record["optimizer"] = optimizer
-        if "was_applied" in record:  # in an earlier try of `attempts`; it is left alone
-            return record
+    def _step_of(self, optimizer: Optimizer) -> OptimizerStep:
+        """Return the record of an optimizer; convert one that another package has replaced by torch's."""
+        step = self._per_optimizer_states[id(optimizer)]
+        if type(step) is not OptimizerStep:
+            step = self._per_optimizer_states[id(optimizer)] = OptimizerStep(step)
+        step.optimizer = optimizer
+        return step
+
+    def _open(self, optimizer: Optimizer, caller: str) -> OptimizerStep:
+        """Return the record of an optimizer; raise torch's errors if it was unscaled or stepped before."""
+        if not hasattr(optimizer, "param_groups"):
+            require_optimizer(optimizer, caller)
+        step = self._step_of(optimizer)
+        if step.is_done:
+            return step
         if caller == "skip":
-            if self._enabled and record["stage"] is STEPPED:
-                self._require_open(record, caller)
-            return record
-        if self._scale is None:
+            if self._enabled and step["stage"] is STEPPED:
+                self._require_open(step, caller)
+            return step
+        if self._state.scale is None:
             self._check_scale_growth_tracker(caller)
         if not (self._losses or self._has_warned or self.last_step.by_optimizer is None):
             self._has_warned = True
@@ -422,21 +535,21 @@ class GradScaler(PlacedScaler):
                 f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
                 "either the scaler or guarded(), which both skip bad steps"
             )
-        if record["stage"] is not READY:
-            self._require_open(record, caller)
-        return record
+        if step["stage"] is not READY:
+            self._require_open(step, caller)
+        return step
 
-    def _require_open(self, record: dict[str, Any], caller: str) -> None:
+    def _require_open(self, step: OptimizerStep, caller: str) -> None:
         """Raise an error if an optimizer cannot be unscaled or stepped any more."""
         unscales = caller.startswith("unscale_")
-        if record["stage"] is UNSCALED and unscales:
+        if step["stage"] is UNSCALED and unscales:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if "given_up" in record:
+        if step.has_dropped:
             raise CallOrderError(
                 f"{caller}() was given gradients that are still scaled: those that unscale_() divided were dropped, "
                 "and another loss was scaled since; end the first step by scaler.skip(optimizer) and scaler.update()"
             )
-        if record["stage"] is STEPPED:
+        if step["stage"] is STEPPED:
             what = "step() has already been called since the last update()."
             what = "unscale_() is being called after step()." if unscales else what
             if self._updates:
@@ -447,85 +560,63 @@ class GradScaler(PlacedScaler):
             raise RuntimeError(what)
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
     ) -> dict[torch.device, Tensor]:
-        return Gradients([optimizer], allow_fp16).check_and_multiply_(inv_scale, found_inf)
+        factor = None if inv_scale is self._state.one else inv_scale
+        return Gradients([optimizer], allow_fp16).check_and_multiply_(factor, found_inf)
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
         """Check gradients that a kernel will divide."""
         self._check_scale_growth_tracker("_check_inf_per_device")
-        found = self._unscale_grads_(optimizer, self._one, torch.zeros_like(self._one), True)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
-        return found
-
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
-        found = self._found([optimizer_state], may_read=True)
-        optimizer_state["applied"] = applied = found is not None and not (found[1] or found[2])
-        return optimizer.step(*args, **kwargs) if applied else None
+        flags = self._unscale_grads_(optimizer, self._state.one, torch.zeros_like(self._state.one), True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
 
     def _unscales_as_torch(self) -> bool:
         """Return whether no subclass and no assignment to this scaler has replaced the way to unscale."""
-        names = "unscale_", "_unscale_grads_"
-        return all(getattr(getattr(self, name), "__func__", None) is getattr(GradScaler, name) for name in names)
+        unscale, multiply = getattr(self.unscale_, "__func__", None), getattr(self._unscale_grads_, "__func__", None)
+        return unscale is GradScaler.unscale_ and multiply is GradScaler._unscale_grads_
 
-    def _decide(self, records: dict[int, Any], has_read: bool, new_scale: Any, is_whole: bool) -> StepInfo:
-        """Let the policy move the scale by the flags of the step, and return the outcome.
+    def _has_ranks(self) -> bool:
+        """Return whether several ranks may decide together."""
+        ranks = self._ranks
+        return ranks.process_group is not None or ranks.norm_group is not None or has_meshes()
 
-        The flags are read if an ordinary optimizer `has_read` some. What is recorded with flags is left to the device.
-        """
-        every, found = records.values(), None
-        is_recorded = not has_read and _state.is_being_recorded()
-        if not is_recorded or not any(each["found_inf_per_device"] or "kind" in each for each in every):
-            found = self._found(every, has_read)
-        if found is not None:
-            had_gradients = found[0]
-        else:
-            had_gradients = any(type(key) is not str for each in every for key in each["found_inf_per_device"])
-        info = self._advance(every, found, had_gradients and is_whole and new_scale is None)
-        by_optimizer: dict[int, Any] = {}
-        if new_scale is not None:
-            info = info._replace(loss_scale_after=self._set_scale(new_scale))
-        for key, record in records.items():
-            if record["stage"] is STEPPED:
-                applied = record["applied"] if "applied" in record else self._applied_by_kernel(record, info)
-            elif record["stage"] is UNSCALED and is_whole:
-                applied = False
-            else:
-                continue
-            by_optimizer[key] = applied
-            if applied is False and info.applied is not False:
-                info = info._replace(applied=False)
-        info.by_optimizer, info.had_gradients = by_optimizer, had_gradients
-        return info
+    def _groups(self, optimizers: Sequence[Optimizer], *, of_norm: bool = False) -> "list[ProcessGroup]":
+        """Return the groups of ranks that decide together about optimizers, or that have a norm together."""
+        return self._ranks.groups(optimizers, of_norm=of_norm) if self._has_ranks() else []
 
-    def _applied_by_kernel(self, record: dict[str, Any], info: StepInfo) -> Any:
-        """Return whether a kernel, or a subclass, has stepped, which decide by the flags of a record."""
-        found = None if _state.is_being_recorded() else self._found([record])
-        if found is not None:
-            return not (found[1] or found[2])
+    def _applied_by_flags(self, step: OptimizerStep, applied_by_all: bool | Tensor) -> bool | Tensor:
+        """Return whether a kernel, or a subclass, has stepped an optimizer, which decide by its flags."""
+        decision = None if is_capturing() else decision_on_host([step])
+        if decision is not None:
+            return not (decision.overflowed or decision.vetoed)
         if len(self._per_optimizer_states) == 1:
-            return info.applied
-        return _state.combined(record["found_inf_per_device"].values(), self._scale.device) == 0.0
+            return applied_by_all
+        return combine(step.flags.values(), self._scale.device) == 0.0
 
     def _update_disabled(self, end_of_step: bool) -> StepInfo:
         """Return the outcome of a step that only `skip`, or a guarded optimizer by itself, can have left out."""
-        applied = {}
-        for key, record in self._per_optimizer_states.items():
-            last: Any = getattr(record["optimizer"], "last_step", None)  # of a guarded optimizer
-            applied[key] = record.get("applied", last.applied if isinstance(last, StepInfo) else True)
-        self.last_step = info = StepInfo(functools.reduce(operator.and_, applied.values(), True), 1.0, 1.0, 0)
-        info.by_optimizer, self._updates = applied, self._updates + 1
+        applied: dict[int, bool | Tensor] = {}
+        for key, step in self._per_optimizer_states.items():
+            last = getattr(step.optimizer, "last_step", None)  # of a guarded optimizer
+            is_skipped = step["stage"] is STEPPED
+            applied[key] = not is_skipped and (last.applied if isinstance(last, StepInfo) else True)
+        all_applied = functools.reduce(operator.and_, applied.values(), True)
+        self.last_step = StepInfo(all_applied, 1.0, 1.0, 0, by_optimizer=applied)
+        self._updates += 1
         if end_of_step or not applied or self._updates >= self._updates_per_step:
-            self._updates, self._per_optimizer_states = 0, defaultdict(_refresh_per_optimizer_state)
-        return info
+            self._begin_step()
+        return self.last_step
 
     def _end_step(self, info: StepInfo | None) -> None:
-        """End a step, of which nothing is known if `info` is None: undo, tell, drop it, and raise the first error."""
+        """End a step, of which nothing is known if `info` is None: undo, log, drop it, and raise the first error."""
         errors = []
         try:
-            for hook in self._hooks:  # those that undo come first
+            for hook in (self._protect, *self._hooks, self._guard, self._watch):
                 try:
+                    if hook is None:
+                        continue
                     if info is not None:
                         hook.after_update(self, info)
                     else:
@@ -533,8 +624,7 @@ class GradScaler(PlacedScaler):
                 except BaseException as error:
                     errors.append(error)
         finally:
-            self._updates, self._new_scale, self._losses = 0, None, []
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self._begin_step()
         if errors:
             raise errors[0]
 
@@ -546,7 +636,9 @@ class GradScaler(PlacedScaler):
     def _are_losses_finite(self) -> bool:
         """Return whether the losses that were scaled in this step are finite. Synchronises with the host, once."""
         flags = [torch.isfinite(loss).all() for loss in self._losses if loss is not None]
-        return all(_state.read(flags, self._scale.device)) if flags else True
+        return all(read_numbers(flags, self._scale.device)) if flags else True
+
+    # Between steps.
 
     def place_on(self, device: torch.device | str) -> None:
         """Put the loss scale on a device without scaling a loss; otherwise the first `scale` does this.
@@ -555,13 +647,16 @@ class GradScaler(PlacedScaler):
         or in a loop that multiplies its loss by `get_scale()` itself. The scaler then warns of no unscaled loss.
         """
         self._has_warned = True
-        if self._enabled and self._scale is None:
+        if self._enabled:
             self._lazy_init_scale_growth_tracker(device)
 
-    # Between steps.
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
+        """Make the scale on a device, and the tracker on the host; later calls, as Accelerate's, do nothing."""
+        if self._state.scale is None:
+            self._state.place(dev)
 
     @property
-    def attach(self) -> Attach:
+    def attach(self) -> "Attach":
         """A function of `x` and `aux_loss` that returns `x`; its backward pass adds the scaled gradients of `aux_loss`.
 
         Use it for a loss that a layer computes inside the model, such as a router loss. The gradients are those of
@@ -580,6 +675,8 @@ class GradScaler(PlacedScaler):
         are converted to float32 before the sum. Its gradient in float16 is infinite from a scale of 2**16 on, as that
         of a main loss is; compute it in float32. What is not a tensor of floats is a `TypeError`.
         """
+        from lossscale_torch._extras._attach import Attach
+
         return Attach(self)
 
     def metrics(self) -> dict[str, Any]:
@@ -587,24 +684,15 @@ class GradScaler(PlacedScaler):
 
         They are plain Python numbers if known on the host, else tensors of shape `()`. Does not synchronise.
         """
-        guard = next((hook.first() for hook in self._hooks if isinstance(hook, Guard)), None)
-        tracker, scale, state = self._growth_tracker, self._scale, self._state  # another thread may replace it
-        if not self._enabled:
-            state = NoScaling().init_state()
-        elif isinstance(state, OnDevice):
-            state = _state.copies(state.tensors(scale, tracker))
-        elif tracker is None or (tracker.is_cpu and self._scale_on_host() is not None):
-            state = self._state_on_host()
-        else:
-            state = state._make((scale.clone(), tracker.clone(), *state[2:]))
-        return metrics(state, guard=guard)
+        guard = self._guard.first() if self._guard is not None else None
+        return metrics(self._state.copies() if self._enabled else NoScaling().init_state(), guard=guard)
 
     def diagnose(self) -> str:
         """Describe the condition of the run in one or two sentences; see `lossscale_core.diagnose`. Synchronises."""
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
-        state = self._watch.log(self.policy, self._state_on_host())
-        guards = [each for hook in self._hooks if isinstance(hook, Guard) for each in hook.states()]
+        state = self._watch.log(self.policy, self._state.on_host())
+        guards = self._guard.states() if self._guard is not None else []
         worst = max(guards, key=lambda guard: (guard.streak, guard.spikes), default=None)
         answer = diagnose(self.policy, state, guard=worst)
         if self._watch.has_bad_loss:
@@ -633,10 +721,10 @@ class GradScaler(PlacedScaler):
         """
         if not self._enabled:
             return {}
-        state = self._state_on_host()
+        state = self._state.on_host()
         self._watch.log(self.policy, state)
         entries = saved(self.policy, state)
-        for hook in self._hooks:
+        for hook in self._saved_hooks():
             entries.update(hook.state_dict())
         return entries
 
@@ -655,44 +743,60 @@ class GradScaler(PlacedScaler):
         if not self._enabled:
             return
         policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
+        with self._loading(state_dict, self._saved_hooks()):
+            self.policy = policy
+            self._state.load(state, policy)
+
+    def _saved_hooks(self) -> list[Hook]:
+        return [*self._hooks, *([self._guard] if self._guard is not None else []), self._watch]
+
+    @contextlib.contextmanager
+    def _loading(self, state_dict: Mapping[str, Any], hooks: Iterable[Hook]) -> Iterator[None]:
+        """Load hooks; take that back if this, or what is done within the context, raises an error."""
         loaded: list[tuple[Hook, dict[str, Any]]] = []
         try:
-            for hook in self._hooks:
-                loaded.append((hook, hook.state_dict()))
+            for hook in hooks:
+                before = hook.state_dict()
                 hook.load_state_dict(state_dict)
+                loaded.append((hook, before))
+            yield
         except BaseException:
-            for hook, before in loaded[:-1]:
+            for hook, before in loaded:
                 hook.load_state_dict(before)
             raise
-        self.policy = policy
-        self._continue_at(state)
+
+    def __repr__(self) -> str:
+        known = self._state.scale_on_host()
+        scale = f"on {self._scale.device}" if known is None else known
+        return f"GradScaler(policy={self.policy!r}, loss_scale={scale}, enabled={self._enabled})"
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises within a step
-        own = copy.deepcopy({"_hooks": self._hooks, "_watch": self._watch, "_ranks": self._ranks})
-        fresh: dict[str, Any] = {
-            "_per_optimizer_states": defaultdict(_refresh_per_optimizer_state),
-            "_scale_tensor": None,
-            "_kept_one": None,
-            "_losses": [],
-            "_new_scale": None,
-            "_is_fused": False,
-        }
-        return {**state, **own, **fresh, "_state": self._state_on_host()}
+        for name in ("_scale", "_growth_tracker", "_init_scale", "_init_growth_tracker"):
+            state.pop(name, None)
+        names = ("_state", "_hooks", "_guard", "_protect", "_watch", "_ranks")
+        own = copy.deepcopy({name: getattr(self, name) for name in names})
+        return {**state, **own, "_per_optimizer_states": defaultdict(OptimizerStep), "_losses": [], "_new_scale": None}
 
 
-def _require_flags(found: dict[Any, Any], hook: Hook) -> None:
-    """Make tensors of the flags of a hook that are numbers; raise `TypeError` for what is neither."""
-    for key, flag in found.items():
-        if isinstance(flag, bool | int | float | np.number | np.bool_):
-            found[key] = torch.tensor(float(flag), dtype=torch.float32)
-        elif not isinstance(flag, Tensor) or flag.numel() != 1:
-            raise TypeError(
-                f"{type(hook).__name__}.before_step set the flag {key!r} to {shown(flag)}; a veto is 1.0, and 0.0 lets "
-                "the step pass: a float32 tensor of shape (), or a number"
-            )
-        elif flag.dim():
-            found[key] = flag.reshape(())
+def _store_veto(step: OptimizerStep, hook: Hook, veto: object) -> None:
+    """Store the answer of a hook, unless it allows the step, as a flag under the name of the hook.
+
+    Subclasses of other packages add up the flags, so that the veto must be one of them.
+    """
+    if veto is None or veto is False:
+        return
+    flags = step.flags
+    try:
+        flag = (veto if isinstance(veto, Tensor) else torch.tensor(veto)).float().reshape(())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{type(hook).__name__}.before_step returned {shown(veto)}; return True, or a tensor of one element that "
+            "is not 0.0, to skip the step, and None or False to allow it"
+        ) from error
+    if (other := flags.get(hook.name)) is not None:
+        flag = combine([other, flag], other.device if flag.is_cpu else flag.device)
+    flags[hook.name] = flag
 
 
 def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:

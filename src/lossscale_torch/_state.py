@@ -1,243 +1,340 @@
-"""The policy's state, as scalars on the host or as tensors on a device, and how a step changes it in either place.
+"""The state of a scaler: torch's two tensors, and the other fields of the policy's state, on the host or a device.
 
-Scale and growth tracker are torch's own two tensors in both cases. A flag that the host knows is a tensor on the CPU.
+The state moves to the device when a fused optimizer has stepped there, since the host then does not know the flags.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lossscale_core import DynamicScaling
+from lossscale_core import BaseScaling, DynamicScaling, ScaleState, ScalingPolicy
 from lossscale_core.errors import CallOrderError
-from lossscale_torch._gradients import moved
-from lossscale_torch._step_info import StepInfo
+from lossscale_torch._gradients import to_device
+from lossscale_torch._record import SPIKE, Decision, OptimizerStep, combine, decision_on_host, flags_of, read_numbers
+from lossscale_torch._step_info import Flag, Number
 
-READY, UNSCALED, STEPPED = OptState  # access to an enum's members by name is slow
-SPIKE = "spike"
-"""The text under which the veto of the guard is recorded."""
-_HAS_CUDA = torch.backends.cuda.is_built()
 _LARGEST_COUNT = 2**31 - 1
 _WITH_UPDATE_KERNEL = ("cpu", "cuda", "mps", "xpu")
-
-Found = tuple[bool, bool, bool, bool]
-"""Whether there were gradients, one of them overflowed, a hook vetoed the step, and the veto is that of a guard."""
-
-
-# The flags of a step.
+Outcome = tuple[Flag, Number, Number, Number, Flag, Flag]
+"""The first six fields of a `StepInfo`."""
+_HAS_CUDA = torch.backends.cuda.is_built()
 
 
-def found_on_host(records: Iterable[dict[str, Any]]) -> Found | None:
-    """Return what the flags say, or None if one of them is on a device."""
-    had_gradients = overflowed = vetoed = spiked = False
-    for record in records:
-        for key, flag in record["found_inf_per_device"].items():
-            if not flag.is_cpu:
-                return None
-            is_set = flag.item() != 0.0  # NaN is not 0.0, either
-            if type(key) is not str:
-                had_gradients, overflowed = True, overflowed or is_set
-            elif is_set:
-                vetoed, spiked = True, spiked or key == SPIKE
-    return had_gradients, overflowed, vetoed, spiked and not overflowed
+class ScalerState:
+    """The state of one scaler. torch's tensors are float32 and int32, of shape `()`, and None before the first loss."""
+
+    init_scale: float = 1.0
+    init_tracker: int = 0
+    """The loss scale and the growth tracker before the first loss."""
+    one: Any = None
+    """1.0 on the device of the scale; it is only read."""
+    is_fused = False
+    """Whether a kernel has decided about a step, or may do so in a captured graph."""
+    _scale: Any = None
+    _tracker: Any = None
+    _known_scale: tuple[int, float] | None = None
+    """The version of the scale's tensor that the host knows, and its number."""
+    _count: Any = None
+    """The memory of a tracker on the host, as a NumPy array of shape `()`, which is read and written faster."""
+
+    def __init__(self, state: ScaleState) -> None:
+        self.init_scale, self.init_tracker = state[0].item(), state[1].item()
+        self.fields: ScaleState | DeviceFields = state
+        """The policy's state as host scalars, of which torch's tensors replace the first two; or the other fields."""
+
+    def _replace_scale(self, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            tensor = tensor.detach().float().reshape(())
+            self.one, self._known_scale = torch.ones_like(tensor), None
+        self._scale = tensor  # last, since Ctrl-C may come before
+
+    def _replace_tracker(self, tensor: Tensor | None) -> None:
+        self._count = tensor.numpy() if tensor is not None and tensor.is_cpu else None
+        self._tracker = tensor
+
+    scale = property(operator.attrgetter("_scale"), _replace_scale)
+    tracker = property(operator.attrgetter("_tracker"), _replace_tracker)
+
+    def place(self, device: torch.device | str) -> None:
+        """Make the loss scale on a device, and the tracker on the host."""
+        with torch.inference_mode(False):  # the tensors outlive a validation loop that may be running
+            self.tracker = torch.full((), self.init_tracker, dtype=torch.int32)
+            self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+        self._remember_scale(self.init_scale)
+
+    def load(self, state: ScaleState, policy: ScalingPolicy) -> None:
+        """Continue with other numbers, in the tensors that exist. A graph that is being captured does not repeat it."""
+        self.init_scale, self.init_tracker = state[0].item(), state[1].item()
+        if self.scale is not None:
+            with outside_graph(self.scale.device):
+                self.scale.fill_(self.init_scale)
+                self.tracker.fill_(self.init_tracker)
+            self._remember_scale(self.init_scale)
+        if isinstance(self.fields, DeviceFields):
+            self.fields.load(state, policy, self.tracker)
+        else:
+            self.fields = state
+
+    # Read the state.
+
+    def scale_on_host(self) -> float | None:
+        """Return the loss scale, or None if the host does not know it."""
+        scale, known = self.scale, self._known_scale
+        if scale is None:
+            return self.init_scale
+        if scale.is_cpu:
+            number: float = scale.item()
+            return number
+        return known[1] if known is not None and known[0] == scale._version else None
+
+    def on_host(self) -> ScaleState:
+        """Return the policy's state as host scalars. Waits for a device whose numbers the host does not know."""
+        fields, tracker, scale = self.fields, self.tracker, self.scale  # another thread may replace them
+        if isinstance(fields, DeviceFields):
+            return fields.on_host(scale, tracker)
+        known = self.scale_on_host()
+        number = scale.item() if known is None else known
+        count = self.init_tracker if tracker is None else tracker.item()
+        return type(fields)(np.float32(number), np.int32(count), *fields[2:])
+
+    def copies(self) -> ScaleState:
+        """Return the policy's state as host scalars if the host knows it, else as copies. Does not synchronise."""
+        fields, tracker, scale = self.fields, self.tracker, self.scale
+        if isinstance(fields, DeviceFields):
+            return fields.copies(scale, tracker)
+        if scale is None or tracker is None or (tracker.is_cpu and self.scale_on_host() is not None):
+            return self.on_host()
+        return type(fields)(scale.clone(), tracker.clone(), *fields[2:])
+
+    def read(self, steps: Collection[OptimizerStep], *numbers: Tensor) -> list[float]:
+        """Wait once for the flags of steps, for the scale and for other numbers, and return these numbers.
+
+        The flags in the steps are then tensors on the CPU. A state that only an unfinished step has put on the device
+        comes back to the host.
+        """
+        tensors = [*numbers, self.scale]
+        for step in steps:
+            tensors += step["found_inf_per_device"].values()
+        values = read_numbers(tensors, self.scale.device)
+        numbers_of_flags = iter(values[len(numbers) + 1 :])
+        for step in steps:
+            for key in step["found_inf_per_device"]:
+                step["found_inf_per_device"][key] = torch.tensor(next(numbers_of_flags), dtype=torch.float32)
+        self._remember_scale(values[len(numbers)])
+        if isinstance(self.fields, DeviceFields) and not self.is_fused:
+            self.fields = self.on_host()
+        return values[: len(numbers)]
+
+    def decision(self, steps: Collection[OptimizerStep], may_read: bool) -> Decision | None:
+        """Return what the flags of the steps say; None if the host does not know a flag and must not read it."""
+        decision = decision_on_host(steps)
+        if decision is None and may_read:
+            self.read(steps)  # Ctrl-C may come while this waits
+            decision = decision_on_host(steps)
+        return decision
+
+    # Change the state.
+
+    def advance(
+        self, policy: ScalingPolicy, steps: Collection[OptimizerStep], decision: Decision | None, is_counted: bool
+    ) -> Outcome:
+        """Let the policy move the state by the flags of a step, and return the outcome.
+
+        This happens on the host if it knows the flags and the scale, else on the device. An overflow or an applied step
+        counts if `is_counted`; a vetoed step does not count.
+        """
+        before, scale = self.fields, None
+        if decision is not None and isinstance(before, DeviceFields) and not self.is_fused and self.scale.is_cpu:
+            before = self.on_host()
+        if decision is not None and not isinstance(before, DeviceFields):
+            scale = self.scale_on_host()
+        if decision is None or isinstance(before, DeviceFields) or scale is None:
+            return self._advance_on_device(policy, steps, is_counted)
+        _, overflowed, vetoed, spiked = decision
+        if self.tracker is not None and self._count is None:
+            self.tracker = self.tracker.cpu()  # from now on the host counts
+        count = self._count
+        if count is not None and (before[0] != scale or before[1] != count[()]):  # other code has written to them
+            before = type(before)(np.float32(scale), count[()], *before[2:])
+        after = policy.update(before, not overflowed) if is_counted and (overflowed or not vetoed) else before
+        self.fields, after_scale = after, float(after[0])
+        if after[1] is not before[1]:
+            count[()] = after[1]
+        if after_scale != scale:
+            self._write_scale(after_scale)
+        return not (overflowed or vetoed), scale, after_scale, int(after[5]), overflowed, spiked
+
+    def _advance_on_device(self, policy: ScalingPolicy, steps: Collection[OptimizerStep], is_counted: bool) -> Outcome:
+        if not isinstance(self.fields, DeviceFields):
+            self.tracker = to_device(self.tracker, self.scale.device)
+            self.fields = DeviceFields(self.fields, policy, self.tracker)
+        self.fields.is_captured |= self.is_fused and is_capturing()
+        return self.fields.advance(policy, self.scale, self.tracker, steps, is_counted)
+
+    def change_scale(self, new_scale: float | Tensor, policy: ScalingPolicy) -> float | Tensor:
+        """Set the loss scale within the policy's bounds, and return it where it is."""
+        scale = self.scale
+        if isinstance(new_scale, Tensor):
+            new, members = new_scale.detach().reshape(()).float(), BaseScaling.of(policy)
+            scale.copy_(torch.where(new > 0.0, new.clamp(members.min_scale, members.max_scale), scale))
+        else:
+            self._write_scale(new_scale)
+        known = None if isinstance(self.fields, DeviceFields) else self.scale_on_host()
+        return scale.clone() if known is None else known
+
+    def _write_scale(self, number: float) -> None:
+        self.scale.fill_(number)  # autograd then refuses a late backward pass
+        self._remember_scale(number)
+
+    def _remember_scale(self, number: float) -> None:
+        self._known_scale = self.scale._version, number
+
+    def __reduce__(self) -> Any:
+        return ScalerState, (self.on_host(),)
 
 
-def may_have_moved(record: dict[str, Any]) -> bool:
-    """Return whether an optimizer was applied, or was called and may have been."""
-    return bool(record.get("applied", "kind" in record))
+class DeviceFields:
+    """The fields of a policy's state beside torch's two tensors, in memory on a device that graphs read and write.
 
-
-def read(tensors: list[Tensor], device: torch.device) -> list[float]:
-    """Return numbers of shape `()`; all devices together are waited for once."""
-    if all([each.is_cpu for each in tensors]):  # noqa: C419  # a generator takes twice as long
-        return [each.item() for each in tensors]
-    dtype = torch.float64 if any(each.dtype is torch.float64 for each in tensors) else torch.float32
-    numbers: list[float] = torch.stack([moved(each, device).to(dtype).reshape(()) for each in tensors]).tolist()
-    return numbers
-
-
-def combined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the largest of some flags, which are 0.0, above it or NaN: float32, shape `()`, on `device`."""
-    found = [moved(flag, device) for flag in flags]
-    if not found:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    if len(found) == 1:
-        return found[0]
-    return functools.reduce(torch.maximum, [flag.reshape(()) for flag in found])  # NaN, too, is a maximum
-
-
-# A step on a device.
-
-
-class OnDevice:
-    """A state on a device, in persistent tensors: a recorded CUDA graph reads and writes this memory.
-
-    Making one, and assigning to it, is not a part of a graph that is being recorded.
+    Making this object, and loading numbers into it, are not part of a graph that is being captured.
     """
 
-    is_recorded = False
-    """Whether a replay may write to these tensors, which does not count as a new version."""
-    after: tuple[Tensor, int] | None = None
-    """A copy of the loss scale after the last step, and the version of torch's tensor at that time."""
+    is_captured = False
+    """Whether a replay of a graph may write to these tensors, which does not count as a new version."""
 
-    def __init__(self, state: Any, policy: Any, device: torch.device) -> None:
-        whole = [value.dtype.kind != "f" for value in state[2:]]
-        self.has_moves = _has_moves(state) and _is_torchs_rule(policy, device)
-        # The memory of the whole numbers among the fields. Sums and products, unlike `update`, may leave int32.
-        kind = torch.int64 if self.has_moves else torch.int32
-        with unrecorded(device):
-            counts = [int(v) for v, is_whole in zip(state[2:], whole, strict=True) if is_whole]
-            self.counts = torch.tensor(counts, dtype=kind).to(device)
-            self.moves: list[Tensor] = [each.to(device) for each in _moves(policy, state)]
-            self.not_and_same = torch.tensor([True, False]).to(device)
-            counters = iter(self.counts.unbind())
-            rest = [
-                next(counters) if is_whole else torch.tensor(value.item(), dtype=torch.float32).to(device)
-                for value, is_whole in zip(state[2:], whole, strict=True)
-            ]
-        self.fields = state._make([None, None, *rest])
+    def __init__(self, state: ScaleState, policy: ScalingPolicy, tracker: Tensor) -> None:
+        self._like, self.device = state, tracker.device
+        self._is_count = [value.dtype.kind != "f" for value in state[2:]]
+        with outside_graph(self.device):
+            self.counts = torch.zeros(sum(self._is_count), dtype=torch.int64, device=self.device)
+            floats = torch.zeros(len(state), dtype=torch.float32, device=self.device).unbind()
+            counts = iter(self.counts.unbind())
+            self._fields = [next(counts) if each else floats[i] for i, each in enumerate(self._is_count)]
+            self._moves = torch.zeros((3, 2, len(self.counts)), dtype=torch.int64, device=self.device).unbind()
+            self._not_and_same = torch.tensor([True, False]).to(self.device)
+        self.load(state, policy, tracker)
 
-    def tensors(self, scale: Tensor, tracker: Tensor) -> Any:
-        """Return the policy's state, with torch's tensors as its first two fields."""
-        return self.fields._make((scale, tracker, *self.fields[2:]))
+    def load(self, state: ScaleState, policy: ScalingPolicy, tracker: Tensor) -> None:
+        """Write the numbers of another state."""
+        with outside_graph(self.device):
+            for field, value in zip(self._fields, state[2:], strict=True):
+                field.fill_(value.item())
+        # A state that tolerates more overflows, or a full counter, is not moved by a sum and a product.
+        self._is_usual = state.hysteresis_tracker <= 1 and all(value < _LARGEST_COUNT // 2 for value in state[2:])
+        self._follow(policy, tracker)
 
-    def move(self, plus: Tensor, times: Tensor) -> Tensor:
-        """Multiply the counts and add to them; return the overflows in a row, in memory that does not change."""
-        if self.is_recorded:
-            torch.addcmul(plus, self.counts, times, out=self.counts)
-            return cast(Tensor, self.fields.overflow_streak.clone())
-        self.counts = torch.addcmul(plus, self.counts, times)
-        self.fields = self.fields._make((None, None, *self.counts.unbind()))
-        return cast(Tensor, self.fields.overflow_streak)
+    def _follow(self, policy: ScalingPolicy, tracker: Tensor) -> None:
+        """Make the tables of a policy."""
+        self._after: tuple[Tensor, int] | None = None
+        """A copy of the loss scale after the last step, and the version of torch's tensor at that time."""
+        self._policy, self._rule = policy, _torchs_rule(policy, self.device) if self._is_usual else None
+        """The policy, and the same policy if torch's kernel follows it."""
+        if self._rule is not None:
+            with outside_graph(self.device):
+                tracker.clamp_(max=self._rule.growth_interval - 1)  # the kernel compares the two with ==
+                for tensor, numbers in zip(self._moves, _moves(self._rule), strict=True):
+                    tensor.copy_(torch.from_numpy(numbers))
 
-    def assigned(self, state: Any, policy: Any) -> "OnDevice":
-        """Return this state with the numbers of another, in its own tensors if they can hold them."""
-        other = OnDevice(state, policy, self.counts.device)
-        if other.fields._fields != self.fields._fields:
-            return other
-        with unrecorded(self.counts.device):
-            for tensor, value in zip((*self.fields[2:], *self.moves), (*other.fields[2:], *other.moves), strict=True):
-                tensor.copy_(value)
-        self.has_moves, self.after = other.has_moves, None
-        return self
+    def on_host(self, scale: Tensor, tracker: Tensor) -> ScaleState:
+        """Return the state as host scalars. Waits for the device, once for floats and once for counts."""
+        is_count = [False, True, *self._is_count]
+        floats = [scale, *(field for field in self._fields if field.dtype is torch.float32)]
+        counts = torch.cat([tracker.long().reshape(1), self.counts]).clamp(max=_LARGEST_COUNT)
+        numbers = {False: iter(torch.stack(floats).cpu().tolist()), True: iter(counts.cpu().tolist())}
+        return type(self._like)(*((np.float32, np.int32)[each](next(numbers[each])) for each in is_count))
 
+    def copies(self, scale: Tensor, tracker: Tensor) -> ScaleState:
+        """Return the state in new tensors, float32 and int32. Does not synchronise."""
+        counts = iter(self.counts.clamp(max=_LARGEST_COUNT).to(torch.int32).unbind())
+        rest = [field.clone() if field.dtype is torch.float32 else next(counts) for field in self._fields]
+        return type(self._like)(scale.clone(), tracker.clone(), *rest)
 
-def to_host(tensors: Any, policy: Any) -> Any:
-    """Return a state of tensors as host scalars; waits for their device, once for numbers and once for whole ones."""
-    kinds = [each.dtype.is_floating_point for each in tensors]
-    floats = torch.stack([each for each, is_float in zip(tensors, kinds, strict=True) if is_float])
-    counts = torch.stack([each.long() for each, is_float in zip(tensors, kinds, strict=True) if not is_float])
-    of_floats, of_counts = iter(floats.cpu().tolist()), iter(counts.clamp_(max=_LARGEST_COUNT).cpu().tolist())
-    numbers = [next(of_floats if is_float else of_counts) for is_float in kinds]
-    return tensors._make(type(like)(number) for like, number in zip(policy.init_state(), numbers, strict=True))
-
-
-def copies(tensors: Any) -> Any:
-    """Return copies of a state of tensors, float32 and int32. Does not synchronise."""
-    return tensors._make(
-        each.clamp(max=_LARGEST_COUNT).to(torch.int32) if each.dtype is torch.int64 else each.clone()
-        for each in tensors
-    )
-
-
-def advance_on_device(policy: Any, state: OnDevice, tensors: Any, records: Any, is_counted: bool) -> StepInfo:
-    """Update a state in place, and return the outcome. Does not synchronise."""
-    scale, device = tensors.loss_scale, tensors.loss_scale.device
-    flags = [(key, flag) for record in records for key, flag in record["found_inf_per_device"].items()]
-    overflow = combined((flag for key, flag in flags if type(key) is not str), device)
-    is_good, is_bad = torch.logical_xor(overflow, state.not_and_same).unbind()  # NaN is not 0.0, either
-    vetoes = [flag for key, flag in flags if type(key) is str]
-    vetoed = torch.logical_and(is_good, combined(vetoes, device)) if vetoes else None
-    used = state.after[0] if state.after is not None and state.after[1] == scale._version else scale.clone()
-    if is_counted and state.has_moves and _is_torchs_rule(policy, device):
-        moves = torch.where(is_bad, state.moves[0], state.moves[1])
-        if vetoed is not None:
-            moves = torch.where(vetoed, state.moves[2], moves)
-            tensors.growth_tracker.add_(vetoed, alpha=-1)  # the kernel adds 1, which is then below the interval
-        # The kernel would multiply in float64 by factors that are not rounded.
-        factors = float(np.float32(policy.growth_factor)), float(np.float32(policy.backoff_factor))
-        torch._amp_update_scale_(scale, tensors.growth_tracker, overflow, *factors, policy.growth_interval)
-        scale.clamp_(policy.min_scale, policy.max_scale)
-        streak = state.move(*moves.unbind())
-    else:
-        if is_counted:
-            after = policy.update(tensors, is_good, xp=torch)
+    def advance(
+        self, policy: ScalingPolicy, scale: Tensor, tracker: Tensor, steps: Collection[OptimizerStep], is_counted: bool
+    ) -> Outcome:
+        """Update the state in place, and return the outcome. Does not synchronise."""
+        if policy is not self._policy:  # a setter has replaced it
+            self._follow(policy, tracker)
+        overflow = combine(flags_of(steps, vetoes=False), self.device)
+        is_good, is_bad = torch.logical_xor(overflow, self._not_and_same).unbind()  # NaN is not 0.0, either
+        vetoes = flags_of(steps, vetoes=True)
+        vetoed = torch.logical_and(is_good, combine(vetoes, self.device)) if vetoes else None
+        used = self._after[0] if self._after is not None and self._after[1] == scale._version else scale.clone()
+        if is_counted and (rule := self._rule) is not None:
+            moves = torch.where(is_bad, self._moves[0], self._moves[1])
             if vetoed is not None:
-                after = after._make(map(functools.partial(torch.where, vetoed), tensors, after))
-            scale.copy_(after[0])
-            torch._foreach_copy_(list(tensors[1:]), list(after[1:]))
-        streak = tensors.overflow_streak.clone()
-    scale_after = scale.clone() if is_counted else used
-    state.after = None if state.is_recorded else (scale_after, scale._version)
-    if vetoed is None:
-        return StepInfo(is_good, used, scale_after, streak, is_bad)
-    spikes = [flag for key, flag in flags if key == SPIKE]
-    spiked = vetoed if len(spikes) == len(vetoes) else torch.logical_and(vetoed, combined(spikes, device))
-    return StepInfo(is_good ^ vetoed, used, scale_after, streak, is_bad, spiked)
+                moves = torch.where(vetoed, self._moves[2], moves)
+                tracker.add_(vetoed, alpha=-1)  # the kernel adds 1, which is then below the interval
+            # The kernel would multiply in float64 by factors that are not rounded.
+            factors = float(np.float32(rule.growth_factor)), float(np.float32(rule.backoff_factor))
+            torch._amp_update_scale_(scale, tracker, overflow, *factors, rule.growth_interval)
+            scale.clamp_(rule.min_scale, rule.max_scale)
+            plus, times = moves.unbind()
+            torch.addcmul(plus, self.counts, times, out=self.counts)
+        elif is_counted:
+            before = type(self._like)(scale, tracker, *self._fields)
+            after = [*policy.update(before, is_good, xp=torch)]
+            if vetoed is not None:
+                after = [*map(functools.partial(torch.where, vetoed), before, after)]
+            torch._foreach_copy_([*before], after)
+        scale_after = scale.clone() if is_counted else used
+        self._after = None if self.is_captured else (scale_after, scale._version)
+        streak = self._fields[3].clone()
+        if vetoed is None:
+            return is_good, used, scale_after, streak, is_bad, False
+        spikes = [step.flags[SPIKE] for step in steps if SPIKE in step.flags]
+        is_spike = vetoed if len(spikes) == len(vetoes) else torch.logical_and(vetoed, combine(spikes, self.device))
+        return is_good ^ vetoed, used, scale_after, streak, is_bad, is_spike
 
 
-def _is_torchs_rule(policy: Any, device: torch.device) -> bool:
-    """Return whether torch's kernel and a clamp move the scale as the policy does."""
-    return (
-        type(policy) is DynamicScaling
-        and (policy.hysteresis, policy.cooldown) == (1, 0)
+def _torchs_rule(policy: ScalingPolicy, device: torch.device) -> DynamicScaling | None:
+    """Return the policy if torch's kernel and a clamp move the scale so, and sums and products the counts."""
+    if type(policy) is not DynamicScaling:
+        return None
+    is_followed = (
+        (policy.hysteresis, policy.cooldown) == (1, 0)
         and (policy.refill_on_finite or policy.refill_on_backoff)
         and policy.max_scale * policy.growth_factor <= torch.finfo(torch.float32).max
         and device.type in _WITH_UPDATE_KERNEL
     )
+    return policy if is_followed else None
 
 
-def _has_moves(state: Any) -> bool:
-    """Return whether each count of a state moves by a sum and a product; a loaded one may be full or tolerate more."""
-    return bool(state.hysteresis_tracker <= 1 and all(value < _LARGEST_COUNT // 2 for value in state[2:]))
+def _moves(policy: DynamicScaling) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return what an overflow, a finite step and a vetoed step add to the counts, and multiply them by.
 
-
-def _moves(policy: Any, state: Any) -> Tensor:
-    """Return what an overflow, a finite step and a vetoed one add to the counts, and multiply them by.
-
-    int64, shape (3, 2, counts), from the policy's own update; for one that torch's kernel cannot follow, of no use.
+    int64, shape (3, 2, counts), from the policy's own update.
     """
-    moves = np.zeros((3, 2, len(state) - 2), np.int64)
-    moves[2, 1] = 1
-    if type(policy) is DynamicScaling:
-        for row, grads_finite in enumerate((False, True)):
-            of_zeros, of_ones = (
-                np.array(policy.update(state._make([*state[:2], *[np.int32(n)] * len(state[2:])]), grads_finite)[2:])
-                for n in (0, 1)
-            )
-            moves[row] = of_zeros, of_ones - of_zeros
-    return torch.from_numpy(moves)
+    scale, tracker, *counts = policy.init_state()
+    of_zeros, of_ones = (
+        [policy.update(ScaleState(scale, tracker, *[np.int32(n)] * len(counts)), flag)[2:] for flag in (False, True)]
+        for n in (0, 1)
+    )
+    plus = np.array([*of_zeros, [0] * len(counts)], np.int64)
+    return np.stack([plus, np.array([*of_ones, [1] * len(counts)]) - plus], 1)
 
 
-# Code that is recorded.
+# Graphs that are being captured.
 
 
-def is_being_recorded() -> bool:
+def is_capturing() -> bool:
     """Return whether the running code may be replayed without Python: in a CUDA graph, or under a dispatch mode."""
     if _len_torch_dispatch_stack() > 0:
         return True
     return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def assign(tensor: Tensor, value: float) -> None:
-    """Write a number in place; a graph that is being recorded does not contain this."""
-    if _len_torch_dispatch_stack() == 0 and not tensor.is_cuda:
-        tensor.fill_(value)
-    else:
-        with unrecorded(tensor.device):
-            tensor.fill_(value)
-
-
 @contextlib.contextmanager
-def unrecorded(device: torch.device) -> Iterator[None]:
-    """Keep the operations within the context out of a graph that is being recorded; each replay would repeat them.
+def outside_graph(device: torch.device) -> Iterator[None]:
+    """Keep the operations within the context out of a graph that is being captured; each replay would repeat them.
 
     Raises `CallOrderError` while CUDA captures a graph, since CUDA cannot leave operations out.
     """
@@ -246,6 +343,6 @@ def unrecorded(device: torch.device) -> Iterator[None]:
             "the state of the scaler is still on the host, and a graph that is being captured would write it again at "
             "each replay; take one step with this optimizer before capturing one"
         )
-    # The tensors made here outlive a validation loop that may be running.
+    # The tensors made within the context outlive a validation loop that may be running.
     with torch.inference_mode(False), _disable_current_modes():
         yield

@@ -1,28 +1,47 @@
-"""`StepInfo`: the outcome of a step, and that of each optimizer in it."""
+"""`StepInfo`: the outcome of an update, and of each optimizer in it."""
 
-from typing import Any
+from typing import NamedTuple
 
-import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 import lossscale_core
 from lossscale_core.errors import CallOrderError
 
+Number = float | Tensor
+Flag = bool | Tensor
 
-class StepInfo(lossscale_core.StepInfo[float | torch.Tensor, bool | torch.Tensor]):
+
+class _Fields(NamedTuple):
+    """The fields of `lossscale_core.StepInfo`, and those of PyTorch."""
+
+    applied: Flag
+    loss_scale_used: Number
+    loss_scale_after: Number
+    overflow_streak: Number
+    overflowed: Flag = False
+    spiked: Flag = False
+    by_optimizer: dict[int, Flag] | None = None
+    had_gradients: bool = True
+    norm: Tensor | None = None
+
+
+class StepInfo(_Fields, lossscale_core.StepInfo[Number, Flag]):  # type: ignore[misc]  # the fields of both
     """One step's outcome, and that of each optimizer.
 
-    The fields are those of `lossscale_core.StepInfo`: plain Python numbers, which `json.dumps` takes, if they are
-    known on the host; after a fused optimizer, tensors of shape `()` that stay on their device until they are read.
+    The first six fields are those of `lossscale_core.StepInfo`: plain Python numbers, which `json.dumps` takes, if they
+    are known on the host; after a fused optimizer, tensors of shape `()` that stay on their device until they are read.
+
+    Attributes:
+        by_optimizer: Whether each optimizer's step was applied, by its id; None before the first step.
+        had_gradients: Whether an optimizer had gradients to check.
+        norm: After a step of a `guarded` optimizer, the norm of the gradients before clipping: shape `()`, on the
+            device of the gradients.
     """
 
-    by_optimizer: dict[int, Any] | None = None
-    """Whether each optimizer's step was applied, by its id; None before the first step."""
-    had_gradients: bool = True
-    """Whether an optimizer had gradients to check."""
-    norm: torch.Tensor | None = None
-    """Of a step of a `guarded` optimizer: the norm of the gradients before clipping, of shape `()`, where they are."""
+    __slots__ = ()
 
-    def applied_of(self, optimizer: torch.optim.Optimizer) -> bool | torch.Tensor:
+    def applied_of(self, optimizer: Optimizer) -> Flag:
         """Return whether this optimizer's step was applied: a bool, or a bool tensor of shape `()` on its device.
 
         `applied` is True only if every optimizer's step was applied; one may have moved and another not. Does not
@@ -31,7 +50,7 @@ class StepInfo(lossscale_core.StepInfo[float | torch.Tensor, bool | torch.Tensor
         Raises:
             CallOrderError: For an optimizer that the scaler was not given since the update before.
         """
-        if self.by_optimizer is None:  # a copy that `_replace` made
+        if self.by_optimizer is None:
             return self.applied
         applied = self.by_optimizer.get(id(optimizer))
         if applied is None:

@@ -7,8 +7,14 @@ from torch import Tensor
 
 from lossscale_core import PolicyLike, ScaleState, as_policy
 from lossscale_core.adapters import loss_scale_of, require_flag, shown, tree
-from lossscale_torch._gradients import buckets, check_and_multiply_, lifted, moved, values_of
-from lossscale_torch._ranks import reduce_max
+from lossscale_torch._gradients import (
+    at_least_float32,
+    check_and_multiply_,
+    reduce_max,
+    to_buckets,
+    to_device,
+    values_of,
+)
 
 Tree = TypeVar("Tree")
 """A tensor, a number, or a nested structure of them, which is returned with the same structure."""
@@ -76,13 +82,11 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     ]
     device = local[0].device if local else None
     found = torch.zeros((), dtype=torch.float32, device=device)
-    for bucket in buckets(local):
+    for bucket in to_buckets(local):
         flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
-        check_and_multiply_(bucket, torch.ones_like(flag), flag)
-        found = torch.maximum(found, moved(flag, found.device))
-    if process_group is not None:
-        reduce_max(found, [process_group])
-    return found == 0
+        check_and_multiply_(bucket, None, flag)
+        found = torch.maximum(found, to_device(flag, found.device))
+    return reduce_max(found, [process_group] if process_group is not None else []) == 0
 
 
 def unscale(grads: Tree, state: HasLossScale) -> Tree:
@@ -104,7 +108,7 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     def unscale_leaf(leaf: Any) -> Any:
         if not is_gradient(leaf, "unscale(grads, state)"):
             return leaf
-        values = lifted(_as_tensor(leaf))
+        values = at_least_float32(_as_tensor(leaf))
         return values / _on_device_of(loss_scale, values)
 
     return cast(Tree, tree.map_leaves(unscale_leaf, grads))
@@ -131,14 +135,14 @@ def select(grads_finite: bool | Tensor, new: Tree, old: Tree) -> Tree:
         if a is None:
             return None
         a, b = (leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in (a, b))
-        return torch.where(moved(grads_finite, a.device), a, b)
+        return torch.where(to_device(grads_finite, a.device), a, b)
 
     return cast(Tree, tree.map_leaves(select_leaf, new, old))
 
 
 def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
     """Return one tensor times the loss scale, half ones in float32."""
-    values = lifted(loss)
+    values = at_least_float32(loss)
     return values * _on_device_of(loss_scale, values)
 
 
@@ -169,10 +173,10 @@ def _as_tensor(leaf: Any) -> Tensor:
 
 def _readable(values: Tensor) -> Tensor:
     """Return values for a kernel that can also write to them, though it is not asked to."""
-    values = lifted(values) if values.dtype.itemsize < 2 else values
+    values = at_least_float32(values) if values.dtype.itemsize < 2 else values
     return values.contiguous()
 
 
 def _on_device_of(loss_scale: Any, tensor: Tensor) -> Any:
     """Return `loss_scale` in a form that can be combined with `tensor` in an expression."""
-    return moved(loss_scale, tensor.device) if isinstance(loss_scale, Tensor) else float(loss_scale)
+    return to_device(loss_scale, tensor.device) if isinstance(loss_scale, Tensor) else float(loss_scale)

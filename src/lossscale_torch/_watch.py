@@ -1,48 +1,63 @@
-"""What a scaler says of its run: a log, warnings about steps that lose something, and the error of a streak."""
+"""`Watch`: the log of a run, warnings about steps that lose something, and the error of a streak of overflows."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lossscale_core import BaseScaling, ScaleWatch
+from lossscale_core import BaseScaling, ScaleState, ScaleWatch, ScalingPolicy
 from lossscale_core.adapters import BAD_LOSS, check_overflow_streak, log_event, shown_number, warn_caller
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import params_of
+from lossscale_torch._record import OptimizerStep
+from lossscale_torch._state import is_capturing
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch.hooks import Hook
 
-_EVERY = 32  # checking the state on the host takes about as long as its update
-_MANY = 20
+if TYPE_CHECKING:
+    from lossscale_torch._extras._attempts import Tries
+    from lossscale_torch._scaler import GradScaler
+
+State = TypeVar("State", bound=ScaleState)
+
+CHECK_EVERY = 32
+"""Updates between two looks at the state; a look takes about as long as an update."""
+_MANY_UPDATES = 20
 _NO_GRADIENTS = (
-    f"{_MANY} updates in a row found no gradient in any optimizer: parameters are frozen or unused, the loss was "
-    "detached, or an optimizer holds other parameters than the model"
+    f"{_MANY_UPDATES} updates in a row found no gradient in any optimizer: parameters are frozen or unused, the loss "
+    "was detached, or an optimizer holds other parameters than the model"
 )
 
 
 class Watch(Hook):
-    """Logs the events of a run, and raises the error of a streak of overflows, where the host knows the state."""
+    """Logs the events of a run, and raises the error of a streak of overflows if the host knows the state.
+
+    A state on a device is copied without a wait, and logged at a later update, when the copy has arrived.
+    """
+
+    retries = 0
+    """The attempts that ended in an applied step; the state counts the attempts before them as skipped steps."""
+    tries: "Tries | None" = None
+    """The loop over `attempts`, which sees the outcome of each attempt, and lets this watch see that of the loop."""
+    without_gradients = 0
+    """The updates in a row for which no optimizer had a gradient."""
+    has_bad_loss = False
+    """Whether the loss of the last step was NaN or infinite, and the host knows it."""
+    is_new = True
+    """Whether no step was checked so far."""
+    _has_logged_loss = False
+    _late: "LateCopy | None" = None
 
     def __init__(self) -> None:
-        self._watch = ScaleWatch()
-        self._is_new = True
-        self._left = _EVERY
-        self.without_gradients = 0
-        """The updates in a row for which no optimizer had a gradient."""
-        self.has_bad_loss = self._has_logged_loss = False
-        """Whether the loss of the last step was NaN or infinite, and the host knows it."""
-        self.retries = 0
-        """The tries of `attempts` that ended in an applied step; the state counts them as skipped steps."""
-        self.tries: Any = None
-        """The loop over `attempts`, which sees the outcome of each try, and lets this watch see that of the loop."""
+        self._watch, self._left = ScaleWatch(), CHECK_EVERY
 
-    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
-        """Warn if the first step of a new scaler is not the first of its optimizer."""
-        if not self._is_new:
-            return
-        self._is_new = False
+    def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
+        """Warn if the first step of a new scaler is not the first step of its optimizer."""
+        self.is_new = False
         scales = BaseScaling.of(scaler.policy).scales_losses  # otherwise nothing is lost
-        if scales and record["found_inf_per_device"] and _has_stepped(optimizer):
+        if scales and step.flags and _has_stepped(step.optimizer):
             warn_caller(
                 f"the optimizer has taken steps before, but its scaler starts over with a loss scale of "
                 f"{shown_number(scaler._init_scale)}; make one scaler for all steps, before the loop, and to continue "
@@ -50,40 +65,68 @@ class Watch(Hook):
                 CheckpointWarning,
             )
 
-    def after_update(self, scaler: Any, info: StepInfo) -> None:
+    def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
         """Look at the outcome of a step. Waits for the device after an overflow, to read the losses."""
         if self.tries is not None:
             self.tries.note(info)
+            return
+        if info.applied is True and info.had_gradients and self._left > 1:
+            self._left -= 1
+            self.has_bad_loss, self.without_gradients = False, 0
         else:
             self.look(scaler, info, info.overflowed is True and not scaler._are_losses_finite())
 
-    def look(self, scaler: Any, info: StepInfo, has_bad_loss: bool) -> None:
-        """Check the state on the host at each update if there is a limit, else at each 32nd."""
+    def look(self, scaler: "GradScaler", info: StepInfo, has_bad_loss: bool) -> None:
+        """Check the outcome, the state if the policy has a limit, and at each 32nd update what is to be logged."""
+        self._left -= 1
         self.has_bad_loss = has_bad_loss
         if has_bad_loss and not self._has_logged_loss:
             self._has_logged_loss = True
-            state: Any = scaler._state
-            where = f", step {state.steps}" if hasattr(state, "steps") else ""  # one on a device would wait
+            state: Any = scaler._state.fields
+            where = f", step {state.steps}" if hasattr(state, "steps") else ""  # a state on a device would wait
             log_event("bad_loss", f"lossscale{where}: {BAD_LOSS}")
-        has_stepped = not info.had_gradients and any(each is not False for each in (info.by_optimizer or {}).values())
+        has_stepped = not info.had_gradients and any(flag is not False for flag in (info.by_optimizer or {}).values())
         self.without_gradients = self.without_gradients + 1 if has_stepped else 0
-        if self.without_gradients == _MANY:
+        if self.without_gradients == _MANY_UPDATES:
             log_event("no_gradients", _NO_GRADIENTS)
         if has_stepped and scaler._losses:
-            _warn_of_gradient_hooks(scaler._per_optimizer_states.values())
-        limit = BaseScaling.of(scaler.policy).max_overflow_streak
-        self._left -= 1
-        if (self._left > 0 and limit is None) or isinstance(info.applied, Tensor):
+            _warn_of_gradient_hooks(scaler.optimizer_steps)
+        if isinstance(info.applied, Tensor):
+            if not is_capturing():
+                self._look_late(scaler)
             return
-        state = scaler._state_on_host()
+        limit = BaseScaling.of(scaler.policy).max_overflow_streak
+        if self._left > 0 and limit is None:
+            return
+        on_host = scaler._state.on_host()
         if limit is not None:
-            check_overflow_streak(scaler.policy, state)
+            check_overflow_streak(scaler.policy, on_host)
         if self._left <= 0:
-            self._left = _EVERY
-            self.log(scaler.policy, state)
+            self._left = CHECK_EVERY
+            self.log(scaler.policy, on_host)
 
-    def log(self, policy: Any, state: Any) -> Any:
-        """Log the events of a state on the host that counts the tries of a step as one, and return this state."""
+    def _look_late(self, scaler: "GradScaler") -> None:
+        """Log a state that has arrived from the device, and copy the present one if it is time."""
+        if self._late is not None:
+            numbers = self._late.numbers()
+            if numbers is None:
+                return
+            self._late, like = None, scaler.policy.init_state()
+            state = like._make(type(field)(number) for field, number in zip(like, numbers, strict=False))
+            self._log_late(scaler, state, spikes=int(sum(numbers[len(like) :])))
+        if scaler._scale.device.type in LateCopy.DEVICES and self._is_time():
+            self._left = CHECK_EVERY
+            guard = scaler._guard.first() if scaler._guard is not None else None
+            self._late = LateCopy([*scaler._state.copies(), *([guard.spikes] if guard is not None else [])])
+
+    def _is_time(self) -> bool:
+        return self._left <= 0
+
+    def _log_late(self, scaler: "GradScaler", state: ScaleState, spikes: int) -> None:
+        self.log(scaler.policy, state)
+
+    def log(self, policy: ScalingPolicy, state: State) -> State:
+        """Log the events of a state on the host that counts the attempts of a step as one, and return this state."""
         if self.retries:
             steps, skipped = (type(n)(max(n - self.retries, 0)) for n in (state.steps, state.skipped_steps))
             state = state._replace(steps=steps, skipped_steps=skipped)
@@ -91,22 +134,40 @@ class Watch(Hook):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of tries that the state counts and this watch does not, if there are any."""
+        """Return the number of attempts that the state counts and this watch does not, if there are any."""
         return {"retries": self.retries} if self.retries else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Leave out the tries of the saved run, which this scaler continues."""
-        self._is_new = False
+        """Leave out the attempts of the saved run, which this scaler continues."""
+        self.is_new = False
         retries = state_dict.get("retries")
         self.retries = retries if type(retries) is int and retries > 0 else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "tries": None}  # a copy of the scaler is in no loop
+        return {**vars(self), "tries": None, "_late": None}  # a copy of the scaler is in no loop
 
 
-def _warn_of_gradient_hooks(records: Iterable[Any]) -> None:
+class LateCopy:
+    """Numbers of shape `()` on their way from a device; the host does not wait for them."""
+
+    DEVICES = ("cuda", "xpu")
+    """The devices that copy to pinned memory."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._copies = [torch.empty((), dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        self._event = torch.Event(tensors[0].device)
+        self._event.record()
+
+    def numbers(self) -> list[float] | None:
+        """Return the numbers if they have arrived."""
+        return [copy.item() for copy in self._copies] if self._event.query() else None
+
+
+def _warn_of_gradient_hooks(steps: Iterable[OptimizerStep]) -> None:
     """Warn of optimizers that step in the backward pass, as those of sd-scripts, OneTrainer and torch itself."""
-    params = [param for each in records if "optimizer" in each for param in params_of(each["optimizer"])]
+    params = [param for step in steps if step.optimizer is not None for param in params_of(step.optimizer)]
     names = "_post_accumulate_grad_hooks", "_in_backward_optimizers"
     if any(getattr(param, name, None) for param in params for name in names):
         warn_caller(
@@ -116,7 +177,7 @@ def _warn_of_gradient_hooks(records: Iterable[Any]) -> None:
         )
 
 
-def _has_stepped(optimizer: Any) -> bool:
+def _has_stepped(optimizer: Optimizer | None) -> bool:
     """Return whether an optimizer's state shows a step; do not wait for a count on a device.
 
     Optimizers of torch keep a count "step" for each parameter, SGD and Muon only a momentum from the first step on.

@@ -1,36 +1,42 @@
-"""What hangs on a step: objects that can veto it before it is taken, and that see its outcome.
+"""Hooks: objects that see each step of an optimizer, can refuse it, and see the outcome.
 
 `GradScaler(hooks=[...])` takes hooks of your own; `guard=`, `protect=` and `process_group=` each add one of these.
 """
 
+import functools
 import math
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from lossscale_core import GuardState, SpikeGuard
-from lossscale_core.adapters import check_guard, check_spike_streak, guard_state_from_dict, shown, warn_caller
-from lossscale_torch._gradients import Gradients, moved
-from lossscale_torch._optimizers import Plain, kind_of
-from lossscale_torch._ranks import groups_of, reduce_max, require_group, require_member, require_same_on_ranks
-from lossscale_torch._snapshots import Buffers
-from lossscale_torch._state import (
-    SPIKE,
-    assign,
-    combined,
-    is_being_recorded,
-    may_have_moved,
-    read,
-    unrecorded,
+from lossscale_core.adapters import (
+    check_guard,
+    check_spike_streak,
+    guard_state_from_dict,
+    shown,
+    shown_number,
+    warn_caller,
 )
+from lossscale_core.errors import PolicyError, SyncError
+from lossscale_torch._gradients import has_meshes, is_dtensor, params_of, reduce_max, to_device
+from lossscale_torch._record import PLAIN, SPIKE, VETO, OptimizerStep, combine, flags_of, read_numbers
+from lossscale_torch._snapshots import Buffers
+from lossscale_torch._state import is_capturing, outside_graph
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
 
-__all__ = ["Guard", "Hook", "Protect", "SameOnRanks"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lossscale_torch._scaler import GradScaler
+
+__all__ = ["Guard", "Hook", "OptimizerStep", "Protect", "SameOnRanks"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -38,29 +44,37 @@ _LARGEST = torch.finfo(torch.float32).max
 class Hook:
     """The base of hooks; each method does nothing.
 
-    A record is torch's: `record["found_inf_per_device"]` holds a flag for each device, float32 of shape `()`, that is
-    0.0 if the gradients there are finite. A hook vetoes a step by a flag of its own under a text instead of a device:
-    1.0 skips the step, and the loss scale stays. It needs no synchronisation if it computes the flag on the device.
+    A hook receives the record of one optimizer, an `OptimizerStep`: `step.optimizer`, and `step.flags`, which has a
+    flag for each device, float32 of shape `()`, that is 0.0 if the gradients there are finite.
+    `scaler.optimizer_steps` lists the records of all optimizers since the last update.
     """
 
+    name: str = VETO
+    """The name of the flag in `step.flags` that stores a refusal; hooks with one name share a flag."""
     needs_norm = False
-    """Whether `record["norm"]` must hold the norm of the unscaled gradients: shape `()`, where the loss scale is.
+    """Whether `step.norm` must hold the norm of the unscaled gradients: shape `()`, where the loss scale is.
 
     It is the 2-norm, or after a clip the norm by which was clipped: of its order, and of all optimizers together.
 
     A fused optimizer's gradients are then unscaled before its step.
     """
 
-    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
-        """See gradients that are checked, before the optimizer is stepped or skipped."""
+    def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> bool | Tensor | None:
+        """See gradients that are checked, before the optimizer is stepped or skipped, and return whether to refuse.
 
-    def after_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
+        Returns:
+            True, or a tensor of one element that is not 0.0, skips the step; the loss scale stays. None, False and a
+            tensor of 0.0 allow it. A tensor that is computed on the device needs no synchronisation.
+        """
+        return None
+
+    def after_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
         """See an optimizer that was stepped or skipped."""
 
-    def after_update(self, scaler: Any, info: StepInfo) -> None:
+    def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
         """See the outcome of a whole step, whatever another hook raises."""
 
-    def abandon(self, scaler: Any) -> None:
+    def abandon(self, scaler: "GradScaler") -> None:
         """Undo what belongs to a step that ends before its outcome is known, by an error; make no collective call."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,92 +88,95 @@ class Hook:
 class Guard(Hook):
     """Skips a step with a gradient norm far above the norms before; each optimizer has norms of its own.
 
-    The norm is that of the unscaled gradients before they are clipped. A state stays on the host
-    while the norms are known there; the first that is not moves it to the device.
+    The norm is that of the unscaled gradients before they are clipped. A state stays on the host while the norms are
+    known there; the first norm that is not known moves it to the device.
     """
 
+    name = SPIKE
     needs_norm = True
 
-    def __init__(self, rule: SpikeGuard) -> None:
+    def __init__(self, rule: SpikeGuard, loaded: Iterable[GuardState] = ()) -> None:
         check_guard(rule)
-        self.rule = rule
-        self._states: dict[int, Any] = {}  # by the ids of optimizers
-        self._owners: dict[int, Any] = {}  # references to them: the id of a dead one may come again
-        self._proposed: dict[int, tuple[Any, Any]] = {}
-        """The norm of this step, and the state if the norm is to be remembered."""
-        self._loaded: list[Any] = []
+        self.rule, self._loaded = rule, list(loaded)
+        self._states: MutableMapping[Optimizer, GuardState] = weakref.WeakKeyDictionary()
+        self._proposed: dict[Optimizer, tuple[Tensor, GuardState]] = {}
+        """Each optimizer's norm in this step, and its state if the norm is to be remembered."""
 
-    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
-        """Veto the step if its norm is a spike. Synchronises for an ordinary optimizer."""
-        if "norm" not in record:  # there are no gradients
-            return
-        key, norm, found = id(optimizer), record["norm"], record["found_inf_per_device"]
-        self._forget_dead()
-        if key not in self._states:
-            self._owners[key] = _reference(optimizer)
-            self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
-        state = self._states[key]
+    def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> Tensor | None:
+        """Refuse the step if its norm is a spike. Synchronises for an ordinary optimizer."""
+        optimizer, norm = step.optimizer, step.norm
+        if norm is None or optimizer is None:  # there are no gradients
+            return None
+        if optimizer not in self._states:
+            self._states[optimizer] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
+        state = self._states[optimizer]
         is_on_device = isinstance(state.mean, Tensor)  # where it stays
-        if not norm.is_cpu and not is_on_device and kind_of(optimizer) is Plain:
-            (value,) = scaler._read([record], norm)  # the one wait of this step
+        if not norm.is_cpu and not is_on_device and step.kind is PLAIN:
+            (value,) = scaler._state.read([step], norm)  # the one wait of this step
             norm = torch.tensor(value)
-        overflows = [flag for name, flag in found.items() if type(name) is not str]
-        if is_on_device or not norm.is_cpu or is_being_recorded():
-            flag, after = self._check_on_device(key, state, norm, combined(overflows, norm.device))
+        overflow = combine(flags_of([step], vetoes=False), norm.device)
+        if is_on_device or not norm.is_cpu or is_capturing():
+            if not is_on_device:
+                with outside_graph(norm.device):
+                    state = GuardState(*(torch.tensor(value).to(norm.device) for value in state))
+                self._states[optimizer] = state
+            device = state.mean.device
+            flag, after = self._check_on_device(state, to_device(norm, device), to_device(overflow, device) == 0.0)
         else:
-            # A norm beyond float32 is a spike, and not an overflow.
             value = norm.item()
-            is_known = value < math.inf and not any(read(overflows, norm.device))
-            norm = min(value, _LARGEST) if is_known else math.inf
-            accepted, after = self.rule.check(state, norm)
+            is_known = value < math.inf and not any(read_numbers([overflow], norm.device))
+            # A norm beyond float32 is a spike, and not an overflow.
+            accepted, after = self.rule.check(state, min(value, _LARGEST) if is_known else math.inf)
             flag = torch.tensor(float(not accepted), dtype=torch.float32)
-        self._proposed[key], found[SPIKE] = (norm, after), flag
+        self._proposed[optimizer] = norm, after
+        return flag
 
-    def after_update(self, scaler: Any, info: StepInfo) -> None:
+    def _check_on_device(self, state: GuardState, norm: Tensor, is_known: Tensor) -> tuple[Tensor, GuardState]:
+        """Return the flag and the state after the step."""
+        if norm.dtype is torch.float64:  # a norm beyond float32 is a spike, and not an overflow
+            is_known, norm = is_known & (norm < math.inf), norm.clamp(max=_LARGEST).float()
+        accepted, after = self.rule.check(state, torch.where(is_known, norm, math.inf), xp=torch)
+        return torch.where(accepted, 0.0, 1.0), after
+
+    def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
         """Remember the norms of steps that were applied, or that only this guard refused.
 
         Raises `OverflowStreakError` if a state on the host has reached the guard's `max_streak`.
         """
         proposed, self._proposed = self._proposed, {}
-        on_host = {}
-        for key, (norm, after) in proposed.items():
-            state, found = self._states[key], scaler._per_optimizer_states[key]["found_inf_per_device"]
-            if SPIKE not in found:  # the record was replaced
+        flags_by_optimizer = {step.optimizer: step.flags for step in scaler.optimizer_steps}
+        on_host = []
+        for optimizer, (norm, after) in proposed.items():
+            state, flags = self._states[optimizer], flags_by_optimizer.get(optimizer, {})
+            if SPIKE not in flags:  # the record was replaced
                 continue
-            device = found[SPIKE].device
             # After an overflow there is nothing to remember: the norm was not finite.
-            others = [flag for name, flag in found.items() if type(name) is str and name != SPIKE]
+            others = [flag for name, flag in flags.items() if isinstance(name, str) and name != SPIKE]
             if not isinstance(state.mean, Tensor):
-                if not any(read(others, device)):
-                    self._states[key], on_host[key] = after, norm
+                if not any(read_numbers(others, flags[SPIKE].device)):
+                    self._states[optimizer] = after
+                    on_host.append((after, norm))
                 continue
             if others:
-                is_vetoed = combined(others, device) != 0.0
-                after = [torch.where(is_vetoed, *pair) for pair in zip(state, after, strict=True)]
+                is_vetoed = combine(others, state.mean.device) != 0.0
+                after = GuardState(*(torch.where(is_vetoed, *pair) for pair in zip(state, after, strict=True)))
             torch._foreach_copy_(list(state), list(after))
-        for key, norm in on_host.items():
-            check_spike_streak(self.rule, self._states[key], norm)
+        for after, norm in on_host:
+            check_spike_streak(self.rule, after, norm)
 
-    def abandon(self, scaler: Any) -> None:
+    def abandon(self, scaler: "GradScaler") -> None:
         """Remember nothing of a step that was not decided."""
         self._proposed = {}
 
-    def _forget_dead(self) -> None:
-        """Drop the states of optimizers that are gone."""
-        for key in [key for key, owner in self._owners.items() if owner() is None]:
-            del self._owners[key], self._states[key]
-
     def first(self) -> GuardState | None:
         """Return the state of the first optimizer, where it is. Does not synchronise."""
-        self._forget_dead()
         return next(iter([*self._states.values(), *self._loaded]), None)
 
-    def states(self) -> list[Any]:
+    def states(self) -> list[GuardState]:
         """Return the state of each optimizer on the host. Synchronises if on a device."""
-        self._forget_dead()
         start = self.rule.init_state()
         return [
-            state._make(type(first)(float(value)) for first, value in zip(start, state, strict=True))
+            GuardState(*(type(first)(float(value)) for first, value in zip(start, state, strict=True)))
             for state in [*self._states.values(), *self._loaded]
         ]
 
@@ -173,46 +190,19 @@ class Guard(Hook):
         """Continue with the saved states, in the order of the optimizers' first steps."""
         entry, version = state_dict.get("guard"), state_dict.get("version", 1)
         entries = entry if isinstance(entry, list | tuple) else [entry]
-        loaded: list[Any] = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
-        self._forget_dead()
-        for key, state in list(self._states.items()):
+        loaded = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
+        for optimizer, state in self._states.items():
             after = loaded.pop(0) if loaded else self.rule.init_state()
-            if isinstance(state.mean, Tensor):  # a graph may hold these tensors
+            if not isinstance(state.mean, Tensor):
+                self._states[optimizer] = after
+                continue
+            with outside_graph(state.mean.device):  # a graph may hold these tensors
                 for tensor, value in zip(state, after, strict=True):
-                    assign(tensor, value.item())
-            else:
-                self._states[key] = after
+                    tensor.fill_(value.item())
         self._loaded = loaded
 
-    def _check_on_device(self, key: int, state: Any, norm: Tensor, overflow: Tensor) -> tuple[Tensor, Any]:
-        """Return the flag and the state after the step; a state that is still on the host is put there."""
-        if not isinstance(state.mean, Tensor):
-            with unrecorded(norm.device):
-                self._states[key] = state = state._make(torch.tensor(value).to(norm.device) for value in state)
-        device = state.mean.device
-        norm = moved(norm, device)
-        is_known = moved(overflow, device) == 0.0
-        if norm.dtype is torch.float64:  # one beyond float32 is a spike, and not an overflow
-            is_known, norm = is_known & (norm < math.inf), norm.clamp(max=_LARGEST).float()
-        accepted, after = self.rule.check(state, torch.where(is_known, norm, math.inf), xp=torch)
-        return torch.where(accepted, 0.0, 1.0), after
-
     def __reduce__(self) -> Any:
-        return _guard_with, (self.rule, self.states())
-
-
-def _guard_with(rule: SpikeGuard, states: list[Any]) -> Guard:
-    guard = Guard(rule)
-    guard._loaded = states
-    return guard
-
-
-def _reference(optimizer: Any) -> Any:
-    """Return a function that returns an optimizer as long as it lives; one without weak references lives on."""
-    try:
-        return weakref.ref(optimizer)
-    except TypeError:
-        return lambda: optimizer
+        return Guard, (self.rule, self.states())
 
 
 class Protect(Hook):
@@ -225,38 +215,42 @@ class Protect(Hook):
 
     def __init__(self, modules: Module | Iterable[Module]) -> None:
         roots = [modules] if isinstance(modules, Module) or not isinstance(modules, Iterable) else list(modules)
-        self._saved: dict[Module, Buffers] = {}  # in this step
+        self._saved: dict[Buffers, None] = {}  # in this step, in their order
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False  # the hooks end with the scaler
         for root in roots:
             if not isinstance(root, Module):
                 raise TypeError(f"protect= takes modules, and {root!r} is not one; pass protect=[model]")
-            for each in root.modules():  # a program may call only the inner ones, as Lightning's training_step does
-                if each is root or each._buffers:
-                    save, forget = (_Callback(self, method, root, each is not root) for method in ("_save", "_forget"))
-                    self._handles.append(each.register_forward_pre_hook(save, prepend=True))
-                    self._handles.append(each.register_load_state_dict_post_hook(forget))
+            buffers = Buffers(root)  # the modules own it, through their hooks
+            # A program may call only the inner modules, as Lightning's training_step does.
+            for module in root.modules():
+                if module is root or module._buffers:
+                    save, forget = (_Callback(self, name, buffers, module is not root) for name in ("_save", "_forget"))
+                    self._handles.append(module.register_forward_pre_hook(save, prepend=True))
+                    self._handles.append(module.register_load_state_dict_post_hook(forget))
 
-    def _save(self, root: Module, module: Module) -> None:
-        """Copy the buffers under `root`, in which a module is about to run, unless that was done in this step."""
-        if module.training and root not in self._saved:
-            self._saved[root] = Buffers(root)
+    def _save(self, buffers: Buffers, module: Module) -> None:
+        """Copy the buffers, in which a module is about to run, unless that was done in this step."""
+        if module.training and buffers not in self._saved:
+            buffers.save()
+            self._saved[buffers] = None
 
-    def _forget(self, root: Module, module: Module) -> None:
-        """Drop the copies under `root`, since a state was loaded."""
-        self._saved.pop(root, None)
+    def _forget(self, buffers: Buffers, module: Module) -> None:
+        """Drop the copies, since a state was loaded."""
+        self._saved.pop(buffers, None)
 
-    def after_update(self, scaler: Any, info: StepInfo) -> None:
+    def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
         """Write the copies back if the step was not applied."""
         saved, self._saved = self._saved, {}
-        for copies in saved.values() if info.applied is not True else ():
-            copies.put_back(info.applied, with_caches=False)
+        for buffers in saved:
+            buffers.put_back(info.applied, with_caches=False)
 
-    def abandon(self, scaler: Any) -> None:
+    def abandon(self, scaler: "GradScaler") -> None:
         """Write the copies back unless an optimizer may have stepped."""
         saved, self._saved = self._saved, {}
-        for copies in () if any(map(may_have_moved, scaler._per_optimizer_states.values())) else saved.values():
-            copies.put_back(with_caches=False)
+        if not any(step.may_have_moved for step in scaler.optimizer_steps):
+            for buffers in saved:
+                buffers.put_back(with_caches=False)
 
     def __reduce__(self) -> Any:
         if self._handles:
@@ -268,33 +262,28 @@ class Protect(Hook):
 
 
 class _Callback:
-    """A callback of a module within a protected one. It keeps neither alive, and a copy of it does nothing."""
+    """A callback of a module within a protected one. It does not keep the scaler alive; a copy of it does nothing."""
 
-    def __init__(
-        self, protect: Protect | None = None, method: str = "", root: Module | None = None, is_inner: bool = True
-    ) -> None:
-        self.protect = weakref.ref(protect) if protect is not None else _nothing
-        self.root = weakref.ref(root) if root is not None else _nothing
+    def __init__(self, protect: Protect, method: str, buffers: Buffers, is_inner: bool) -> None:
+        self.protect, self.buffers = weakref.ref(protect), buffers
         self.method, self.is_inner = method, is_inner
 
     def __call__(self, module: Module, _: Any) -> None:
         if not (self.is_inner and torch.compiler.is_compiling()):
-            _call(self, module)
+            self.call(module)
+
+    # A compiled function that calls the module breaks its graph here; a traced call would not copy at each run.
+    @not_compiled
+    def call(self, module: Module) -> None:
+        if (protect := self.protect()) is not None:
+            getattr(protect, self.method)(self.buffers, module)
 
     def __reduce__(self) -> Any:
-        return _Callback, ()
+        return functools.partial, (_do_nothing,)
 
 
-# A compiled function that calls the module breaks its graph at this call; a traced call would not copy at each run.
-@not_compiled
-def _call(callback: _Callback, module: Module) -> None:
-    protect, root = callback.protect(), callback.root()
-    if protect is not None and root is not None:
-        getattr(protect, callback.method)(root, module)
-
-
-def _nothing() -> None:
-    """Stand in for a reference to an object that is gone."""
+def _do_nothing(*_: Any) -> None:
+    """Stand in for a callback in a copy of a module."""
 
 
 def _remove(handles: list[Any]) -> None:
@@ -308,57 +297,83 @@ class SameOnRanks(Hook):
     The ranks must step their optimizers in the same order.
     """
 
-    def __init__(self, process_group: Any = None, norm_group: Any = None) -> None:
-        require_group(process_group)
-        require_group(norm_group, "norm_group")
+    def __init__(self, process_group: "ProcessGroup | None" = None, norm_group: "ProcessGroup | None" = None) -> None:
         self.process_group, self.norm_group = process_group, norm_group
+        for name, group in vars(self).items():
+            if group is not None and not _is_group(group):
+                raise TypeError(
+                    f"{name}={shown(group)} is not a process group; pass torch.distributed.group.WORLD after "
+                    "init_process_group(), or what new_group() returned"
+                )
 
-    def before_step(self, scaler: Any, optimizer: Any, record: dict[str, Any]) -> None:
+    def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
         """Replace the flags by their maximum over the ranks. Does not synchronise with the host."""
-        if groups := self.groups([optimizer]):
-            known = () if scaler._can_veto else record.get("known_to", ())
-            groups = [group for group in groups if group not in known]
+        # If a hook can refuse a step, a rank does not know the decision from a clip.
+        known = () if scaler._hooks else step.agreed
+        groups = [group for group in self.groups([step.optimizer]) if group not in known]
         if not groups:
             return
-        found, device = record["found_inf_per_device"], scaler._scale.device
-        overflow, veto = (
-            (combined([flag for key, flag in found.items() if (type(key) is str) is is_text], device) != 0.0).float()
-            for is_text in (False, True)
-        )
-        norm = moved(record["norm"], device).float() if "norm" in record else torch.zeros_like(overflow)
-        row = torch.stack([overflow, veto, torch.where(overflow == 0.0, norm, math.inf)])
-        reduce_max(row, groups)
+        flags, device = step.flags, scaler._scale.device
+        overflow, veto = ((combine(flags_of([step], vetoes=vetoes), device) != 0.0).float() for vetoes in (False, True))
+        norm = torch.zeros_like(overflow) if step.norm is None else to_device(step.norm, device).float()
+        row = reduce_max(torch.stack([overflow, veto, torch.where(overflow == 0.0, norm, math.inf)]), groups)
         overflow, veto, norm = row.unbind()
-        found.clear()
-        found.update({device: overflow, "veto": veto} if scaler._can_veto else {device: overflow})
+        flags.clear()
+        flags[device] = overflow
+        if scaler._hooks:
+            flags[VETO] = veto
         if scaler._needs_norm:
-            record["norm"] = norm
+            step.norm = norm
 
-    def any_of(self, mine: bool, optimizers: list[Any], device: torch.device) -> bool:
+    def any_of(self, mine: bool, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
         """Return whether something holds on a rank, for ranks that share a decision; else False with several ranks."""
         if groups := self.groups(optimizers):
-            flag = torch.tensor(float(mine)).to(device)
-            reduce_max(flag, groups)
-            return bool(flag)
-        return mine and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            return bool(reduce_max(torch.tensor(float(mine)).to(device), groups))
+        return mine and not _has_ranks()
 
-    def require_same(self, mine: dict[str, Any]) -> None:
-        """Raise `SyncError` with the ranks that have another state than rank 0."""
-        require_member(self.process_group)
-        require_same_on_ranks(mine, self.process_group)
+    def is_first(self, optimizer: Optimizer) -> bool:
+        """Return whether this is the first rank of those that decide together, or of all."""
+        if not _has_ranks():
+            return True
+        groups: list[ProcessGroup | None] = [*self.groups([optimizer])] or [None]
+        return all(torch.distributed.get_rank(group) == 0 for group in groups)
 
-    def groups(self, optimizers: list[Any], *, of_norm: bool = False) -> list[Any]:
+    def groups(self, optimizers: "Sequence[Optimizer]", *, of_norm: bool = False) -> "list[ProcessGroup]":
         """Return the groups that decide together: of the parameters' meshes, `norm_group`, unless `of_norm` the other.
 
         Each is entered once. Raises `SyncError` on a rank that is not in a group.
         """
-        groups = groups_of(optimizers)
+        groups = _groups_of_meshes(optimizers)
         for name in ("norm_group",) if of_norm else ("norm_group", "process_group"):
             group = getattr(self, name)
             if group is not None and group not in groups:
-                require_member(group, name)
+                self.require_member(name)
                 groups.append(group)
         return groups
+
+    def require_member(self, name: str) -> None:
+        """Raise `SyncError` in a process that is not in the group of this name, since collectives would not work."""
+        group = getattr(self, name)
+        if group is not None and torch.distributed.get_rank(group) < 0:
+            raise SyncError(
+                f"rank {torch.distributed.get_rank()} is not in the {name} of its scaler, so it would decide "
+                "alone; make the scaler of each rank with a group that contains it, or without one"
+            )
+
+    def require_same(self, mine: dict[str, Any]) -> None:
+        """Raise `SyncError` with the ranks that have another state than rank 0; every rank must call this."""
+        self.require_member("process_group")
+        theirs: list[Any] = [None] * torch.distributed.get_world_size(self.process_group)
+        torch.distributed.all_gather_object(theirs, mine, group=self.process_group)
+        different = [rank for rank, state in enumerate(theirs) if state != theirs[0]]
+        if different:
+            scales = ", ".join(f"rank {rank}: {shown_number(theirs[rank]['loss_scale'])}" for rank in [0, *different])
+            entries = dict.fromkeys(name for state in theirs for name in state)  # one without a guard lacks its entry
+            names = [name for name in entries if any(state.get(name) != theirs[0].get(name) for state in theirs)]
+            raise SyncError(
+                f"the scalers of ranks {different} differ from rank 0's in {', '.join(names)} (loss scales: {scales}); "
+                "pass process_group= so that ranks decide together, and load the same checkpoint everywhere"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SameOnRanks":
         return self  # a group is shared, not copied
@@ -367,20 +382,36 @@ class SameOnRanks(Hook):
         return SameOnRanks, ()
 
 
-def total_norm(optimizers: list[Any], one: Tensor, groups: list[Any], norm_group: Any) -> Tensor:
-    """Return the 2-norm of unscaled gradients on all ranks: shape `()`, where `one` is. Does not synchronise."""
-    read = Tensor.item if one.is_cpu and not is_being_recorded() else None
-    gradients = Gradients(optimizers)
-    norm, _ = gradients.norm(2.0, one, groups, norm_group, read)
-    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype(one.device))
+def _groups_of_meshes(optimizers: Iterable[Optimizer]) -> "list[ProcessGroup]":
+    """Return the process groups over the meshes of the optimizers' parameters, with gradients or without."""
+    if not has_meshes():
+        return []
+    params = [param for optimizer in optimizers for param in params_of(optimizer)]
+    meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
+    here = sorted((mesh for mesh in meshes if mesh.get_coordinate() is not None), key=lambda mesh: mesh.size())
+    return list(dict.fromkeys(mesh.get_group(dim) for mesh in here for dim in range(mesh.ndim) if mesh.size(dim) > 1))
 
 
-def require_hooks(hooks: Any) -> list[Hook]:
-    """Return the hooks of a scaler; raise `TypeError` for what is not one."""
+def _is_group(group: Any) -> bool:
+    if isinstance(group, bool) or not torch.distributed.is_available():
+        return False
+    # A rank outside of a group has the number of `new_group` for it.
+    return isinstance(group, (torch.distributed.ProcessGroup, type(torch.distributed.GroupMember.NON_GROUP_MEMBER)))
+
+
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def require_hooks(hooks: Sequence[Hook], guard: SpikeGuard | None) -> tuple[list[Hook], Guard | None]:
+    """Return the hooks of a scaler, and its guard; raise an error for what is not a hook, and for two guards."""
     for each in hooks if isinstance(hooks, Iterable) else [hooks]:
         if not isinstance(each, Hook) or not isinstance(hooks, Iterable):
             raise TypeError(
                 f"hooks= was given {shown(each)}; it takes objects of lossscale_torch.hooks.Hook; derive a class from "
                 "it, and pass [YourHook()]"
             )
-    return list(hooks)
+    guards = [hook for hook in hooks if isinstance(hook, Guard)] + ([Guard(guard)] if guard is not None else [])
+    if len(guards) > 1:
+        raise PolicyError(f"a scaler takes one guard, and {len(guards)} were given; pass one of them, as guard=")
+    return [hook for hook in hooks if not isinstance(hook, Guard)], guards[0] if guards else None

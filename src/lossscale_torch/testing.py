@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lossscale_core.adapters import tree
 from lossscale_core.testing import loops
 from lossscale_torch._gradients import params_of, values_of
+from lossscale_torch._record import OptimizerStep
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch.hooks import Protect
@@ -194,7 +195,7 @@ class _Run:
         if not hasattr(self.loop, "step") or not hasattr(self.loop, "optimizer"):
             raise TypeError(f"build returned {self.loop!r}; return an object with step(batch) and optimizer")
         if protect := getattr(self.loop, "protect", ()):
-            self.scaler._hooks.append(Protect(protect))  # the modules exist only now
+            self.scaler._protect = Protect(protect)  # the modules exist only now
 
     def step(self, number: int, factor: float = 1.0) -> None:
         """Take a step with all losses times `factor`."""
@@ -262,13 +263,13 @@ class _PlantingScaler(GradScaler):
         self.updates += 1
         return super().update(*args, **settings)
 
-    def _open(self, optimizer: Any, caller: str) -> dict[str, Any]:
+    def _open(self, optimizer: torch.optim.Optimizer, caller: str) -> OptimizerStep:
         """Note the largest element of each gradient where it is seen first in a step, before it is unscaled."""
-        record = super()._open(optimizer, caller)
+        step = super()._open(optimizer, caller)
         for param in params_of(optimizer):
             values = torch.zeros(()) if param.grad is None else values_of(param.grad)
             self.sizes.setdefault(param, float(values.abs().max()) if values.numel() else 0.0)
-        return record
+        return step
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

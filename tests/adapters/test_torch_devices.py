@@ -96,6 +96,28 @@ def test_a_norm_of_gradients_on_a_device_without_float64_and_on_the_host(dtype, 
             assert norm.item() == pytest.approx(exact) or on_host != 3.0
 
 
+def test_bfloat16_on_cuda_is_read_once_and_not_written_by_a_check():
+    """torch's kernel does not support it there: one norm checks the gradients, and only a clip multiplies them."""
+    with Emulated("cuda") as seen:
+        params = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16, device="cuda")) for _ in range(2)]
+        scaler = GradScaler("mps", init_scale=8.0)  # this build of torch has no CUDA
+        scaler.place_on("cuda")
+        for call, multiplies in (("clip", 1), ("check", 0), ("verb", 0)):
+            optimizer = torch.optim.SGD(params, lr=1.0)
+            for param in params:
+                param.grad = torch.full_like(param, 8.0)
+            seen.calls.clear()
+            if call == "clip":
+                scaler.unscale_and_clip_(optimizer, 1.0)
+            elif call == "check":
+                scaler._check_inf_per_device(optimizer)
+            else:
+                assert bool(all_finite([param.grad for param in params]))
+            names = [str(each) for each in seen.calls]
+            assert sum("_foreach_norm" in name for name in names) == 1, (call, names)
+            assert sum("_foreach_mul_" in name for name in names) == multiplies, (call, names)
+
+
 @pytest.mark.parametrize("device", ["mps", "xpu"])
 def test_the_verbs_and_the_report(device):
     """They give what they give on the host, for float16 too, and the verbs never wait."""

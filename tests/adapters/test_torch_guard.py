@@ -1,6 +1,7 @@
 """The guard proposes at a step, and remembers at the end of it what was decided."""
 
 import copy
+import math
 import pickle
 from functools import partial
 
@@ -76,17 +77,17 @@ def test_copies_and_checkpoints_continue_with_the_norms(kind):
         assert all(other.state_dict() == scaler.state_dict() for other in (fresh, *copied))
 
 
-@pytest.mark.parametrize("value", [1.0, True, 1, torch.tensor([1.0])])
+@pytest.mark.parametrize("value", [1.0, True, 1, torch.tensor([1.0]), torch.tensor(True), torch.tensor(math.nan)])
 def test_a_veto_may_be_a_number(value):
-    """As the flags of torch it is true if it is not zero; what is not a number is an error that names the hook."""
+    """A veto refuses the step if it is not zero; a value that is not a number is an error that names the hook."""
     veto = Veto(value=value)
     params, optimizers, scaler = _made("ordinary", hooks=[veto])
     assert not take_steps(params, optimizers, scaler, 1.0, 1.0).applied
-    veto.value = value * 0
-    assert take_steps(params, optimizers, scaler, 1.0, 1.0).applied
-    veto.value = "yes"
-    with pytest.raises(TypeError, match=r"Veto.before_step set the flag 'veto' to 'yes'; a veto is 1.0"):
-        take_steps(params, optimizers, scaler, 1.0, 1.0)
+    for veto.value in (None, False, torch.zeros_like(torch.as_tensor(value))):
+        assert take_steps(params, optimizers, scaler, 1.0, 1.0).applied
+    for veto.value in ("yes", torch.ones(2)):
+        with pytest.raises(TypeError, match=r"Veto.before_step returned .*; return True, or a tensor of one element"):
+            take_steps(params, optimizers, scaler, 1.0, 1.0)
 
 
 class _Reimplemented(GradScaler):

@@ -15,10 +15,11 @@ from torch import nn
 
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
-from lossscale_torch import GradScaler, StepInfo, _skip_log, guarded
+from lossscale_torch import GradScaler, StepInfo, _watch, guarded
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _on_ranks
+from tests.adapters.test_torch_watch import EmulatedCopy
 from tests.adapters.torch_steps import EITHER_KIND, one, same
 
 MAKES = {
@@ -315,23 +316,9 @@ def test_the_streak_is_not_read_while_code_is_recorded():
         optimizer.step()
 
 
-class _LateCopy(_skip_log.LateCopy):
-    """A copy that arrives at the second look, from an emulated device."""
-
-    DEVICES = ("mps",)
-
-    def __init__(self, tensors):
-        self.looks, self.values = 0, [number for each in tensors for number in each.values.clone().tolist()]
-
-    def numbers(self):
-        """Return the numbers if they have arrived."""
-        self.looks += 1
-        return self.values if self.looks > 1 else None
-
-
 def test_a_step_on_a_device_is_logged_late(caplog, monkeypatch):
     """When the copy of the counts has arrived, without a read; then as often as the watch looks."""
-    monkeypatch.setattr(_skip_log, "LateCopy", _LateCopy)
+    monkeypatch.setattr(_watch, "LateCopy", EmulatedCopy)
     with Emulated("mps"):
         param, optimizer = one(fused=True, device="mps")
         guarded(optimizer, guard=SpikeGuard())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lossscale_core import FixedScaling, NoScaling, SpikeGuard
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
+from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.torch_steps import COPIES, EITHER_KIND, INF, Loop, Veto, copies, one, same, take_steps, two
 
 # -- hooks of one's own ------------------------------------------------------------------------------------------------
@@ -181,6 +182,57 @@ def test_a_graph_that_is_still_to_run_backward_stays_valid():
     waiting = loop.model(BATCH).square().mean()
     _step(loop, is_bad=True)
     waiting.backward()
+
+
+def _replace_batch_norm(model):
+    model[1] = torch.nn.BatchNorm1d(4)
+
+
+def _replace_buffer(model):
+    model[1].running_mean = torch.full((4,), 3.0)
+
+
+def _add(model):
+    model[0].add_module("norm", torch.nn.BatchNorm1d(4))
+    model[0].register_forward_hook(lambda module, inputs, output: module.norm(output))
+    model[0].register_buffer("late", torch.zeros(3))
+
+
+def _resize(model):
+    model[2].seen.resize_(5).zero_()
+
+
+@pytest.mark.parametrize("change", [_replace_batch_norm, _replace_buffer, _add, _resize])
+def test_modules_and_buffers_that_change_between_two_steps_are_protected(change):
+    """A module or a buffer that was added or replaced after a step, or resized, comes back after a skipped step."""
+    model = Loop().model
+    model[2].register_buffer("seen", torch.zeros(3))
+    model[2].register_forward_hook(lambda module, inputs, output: setattr(module, "seen", module.seen.add_(1.0)))
+    loop = Loop(protects=True, model=model)
+    assert _step(loop).applied
+    change(loop.model)
+    before = loop.buffers()
+    assert not _step(loop, is_bad=True).applied
+    assert same(before, loop.buffers())
+    assert _step(loop).applied
+    assert not same(before, loop.buffers())
+    loop.model[1] = torch.nn.Identity()
+    assert not _step(loop, is_bad=True).applied
+
+
+def test_buffers_on_a_device_come_back_by_one_select_for_each_dtype():
+    """A fused step that a graph captures selects the floats of all modules together, and the counts together."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), *[torch.nn.BatchNorm1d(4) for _ in range(5)])
+    loop = Loop(fused=True, protects=True, model=model)
+    _step(loop)
+    loop.scaler.place_on("cpu")  # the graph scales no loss
+    with RecordedGraph() as graph:
+        loop.model(BATCH)
+        loop.scaler.unscale_(loop.optimizer)
+        before = len(graph.operations)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+    assert graph.operations[before:].count(torch.ops.aten.where.self) <= 2 + 2
 
 
 class _Reassigning(torch.nn.Module):

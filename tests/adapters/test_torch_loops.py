@@ -90,11 +90,11 @@ STEPS = st.builds(
 
 
 class _Veto(Hook):
-    """Vetoes the steps of optimizers that are marked."""
+    """Refuses the steps of optimizers that are marked."""
 
-    def before_step(self, scaler, optimizer, record):
-        """Raise the flag."""
-        record["found_inf_per_device"]["veto"] = float(optimizer.param_groups[0].get("is_vetoed", False))
+    def before_step(self, scaler, step):
+        """Return the mark."""
+        return step.optimizer.param_groups[0].get("is_vetoed", False)
 
 
 class _Loop:
@@ -184,7 +184,7 @@ class _Loop:
             self.expected = self.policy.update(before, not overflowed)
         assert {number: bool(info.applied_of(self.optimizers[number])) for number in applied} == applied
         scales, streak = (before.loss_scale, self.expected.loss_scale), self.expected.overflow_streak
-        assert [float(each) for each in info] == [all(applied.values()), *scales, streak, overflowed, False]
+        assert [float(value) for value in info[:6]] == [all(applied.values()), *scales, streak, overflowed, False]
         has_none = not is_checked and any(applied.values())
         assert ("no gradients to check" in self.scaler.diagnose()) is has_none
         saved = self.scaler.state_dict()

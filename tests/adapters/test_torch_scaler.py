@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+import lossscale_core
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated, OnDevice
 from tests.adapters.recorded_graph import RecordedGraph
@@ -93,9 +94,24 @@ def test_what_the_host_knows_is_plain_numbers(fused, is_recorded):
             scaler.update(1024.0)
     (info,) = _steps(scaler, [True], fused)
     assert info.applied is True is scaler.last_step.applied
-    assert json.loads(json.dumps(info)) == [True, 1024.0, 2048.0, 0, False, False]
+    assert json.loads(json.dumps(info))[:6] == [True, 1024.0, 2048.0, 0, False, False]
     assert json.loads(json.dumps(scaler.metrics()))["applied_steps"] == 1
     assert {type(number) for number in scaler.metrics().values()} == {int, float}
+    assert isinstance(info, lossscale_core.StepInfo)
+    replaced = info._replace(applied=False)
+    assert (replaced.applied, replaced.by_optimizer, replaced.had_gradients) == (False, info.by_optimizer, True)
+
+
+def test_the_repr_shows_policy_scale_and_whether_it_is_enabled():
+    """A loss scale that only a device knows is not read."""
+    scaler = GradScaler("cpu", policy=8.0)
+    assert repr(scaler) == "GradScaler(policy=FixedScaling(init_scale=8.0), loss_scale=8.0, enabled=True)"
+    assert repr(GradScaler("cpu", enabled=False)).endswith("enabled=False)")
+    with Emulated("mps") as device:
+        scaler = GradScaler("mps")
+        _steps(scaler, [True], fused=True, device="mps")
+        assert "loss_scale=on mps:0" in repr(scaler)
+        assert device.reads == 0
 
 
 def test_what_a_device_knows_stays_what_it_was():

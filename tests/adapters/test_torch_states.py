@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, state_from_dict, state_to_dict
+from lossscale_core import DynamicScaling, FixedScaling, state_from_dict, state_to_dict
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
@@ -155,6 +155,19 @@ def test_an_interval_that_is_lowered_on_a_device_is_reached():
         scaler.set_growth_interval(2)
         take_step(scaler, optimizer, 1.0)
         assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("policy", [DynamicScaling(refill_on_finite=False, refill_on_backoff=True), FixedScaling(4.0)])
+def test_a_policy_that_is_replaced_on_a_device_is_followed(policy):
+    """The state on a device moves as the new policy moves a state on the host, also the counters."""
+    with Emulated("mps"):
+        (_, optimizer), scaler = one(True, "mps"), GradScaler("mps", policy=DynamicScaling(init_scale=8.0))
+        take_step(scaler, optimizer, INF)
+        expected, scaler.policy = state_from_dict(scaler.state_dict(), scaler.policy), policy
+        for grad in (1.0, INF, INF, 1.0):
+            take_step(scaler, optimizer, grad)
+            expected = policy.update(expected, grad != INF)
+        assert state_from_dict(scaler.state_dict(), policy) == expected
 
 
 def test_each_flag_is_on_the_device_of_its_key():

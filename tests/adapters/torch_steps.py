@@ -70,20 +70,20 @@ def copies(tensors):
 
 
 class Veto(Hook):
-    """Vetoes by its value, counts the steps that it saw, and notes its calls."""
+    """Returns its value as its veto, counts the steps that it saw, and notes its calls."""
 
-    def __init__(self, name="veto", calls=None, value=0.0):
+    def __init__(self, name="veto", calls=None, value=False):
         self.name, self.value, self.steps = name, value, 0
         self.calls = [] if calls is None else calls
 
-    def before_step(self, scaler, optimizer, record):
-        """Set the flag."""
-        record["found_inf_per_device"][self.name] = self.value
-        self.calls.append((self.name, "before", id(optimizer)))
+    def before_step(self, scaler, step):
+        """Return the veto."""
+        self.calls.append((self.name, "before", id(step.optimizer)))
+        return self.value
 
-    def after_step(self, scaler, optimizer, record):
+    def after_step(self, scaler, step):
         """Note the call."""
-        self.calls.append((self.name, "after", id(optimizer)))
+        self.calls.append((self.name, "after", id(step.optimizer)))
 
     def after_update(self, scaler, info):
         """Count the step."""

@@ -36,19 +36,26 @@ TESTS = {
         _gradients: clipping odd_gradients devices norms messages
         _step_info: scaler hooks
         _versions: scaler attach
-        _ranks: distributed norms
+        hooks: hooks guard transactions distributed norms
         _snapshots: attempts hooks transactions
-        _state _placement: states scaler synchronisation loops transactions
+        _record _state: states scaler synchronisation loops transactions odd_optimizers
         _checkpoint: scaler broken_files other_tools messages
         _verbs: conformance/backends@torch conformance/wrong_arguments@torch odd_gradients
-        _optimizers: odd_optimizers states transactions loops differences
+        _fused: odd_optimizers states transactions loops differences
         _clip: clipping norms fuzz guard transactions
         _report: reports messages
-        _range: reports float32 messages
-        _skip_log: guarded messages
+        _scaler: scaler transactions loops messages differences fuzz
+        _watch: watch loops transactions messages
         testing: check_loop pages messages
         __init__: scaler
         *: graphs other_packages
+    """,
+    "lossscale_torch._extras": """
+        _attach _attempts: attach attempts transactions messages
+        _range_report: reports float32 messages
+        _float32_plan: float32 messages
+        _guarded: guarded guard messages
+        __init__: scaler
     """,
     "lossscale_jax": """
         _gradients: verbs mistakes optimizer conformance/backends@jax distributed@forgotten

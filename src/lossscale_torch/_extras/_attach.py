@@ -3,14 +3,17 @@
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lossscale_core.adapters import warn_caller
-from lossscale_torch._gradients import is_dtensor, lifted
+from lossscale_torch._gradients import at_least_float32, is_dtensor
 from lossscale_torch._versions import not_compiled
+
+if TYPE_CHECKING:
+    from lossscale_torch._scaler import GradScaler
 
 _INSTEAD: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", default=None)
 
@@ -18,7 +21,7 @@ _INSTEAD: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", defau
 class Attach:
     """The function `GradScaler.attach` of one scaler; the copies of a layer that holds it use the same scaler."""
 
-    def __init__(self, scaler: Any) -> None:
+    def __init__(self, scaler: "GradScaler") -> None:
         self.scaler = scaler
 
     def __call__(self, x: Tensor, aux_loss: Tensor) -> Tensor:
@@ -26,7 +29,7 @@ class Attach:
         _require_floats(x, "x")
         _require_floats(aux_loss, "aux_loss")
         scaler = self.scaler
-        loss = lifted(aux_loss.full_tensor() if is_dtensor(aux_loss) else aux_loss).sum()  # type: ignore[attr-defined]
+        loss = at_least_float32(aux_loss.full_tensor() if is_dtensor(aux_loss) else aux_loss).sum()  # type: ignore[attr-defined]
         scale = None if torch.compiler.is_compiling() else _INSTEAD.get()
         is_own = not torch.compiler.is_compiling() and scale is None
         return _Attach.apply(x, loss, _scale_of(scaler, loss) if scale is None else scale, scaler if is_own else None)
@@ -41,7 +44,7 @@ class _Attach(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, loss: Tensor, scale: Tensor, scaler: Any) -> Tensor:
+    def forward(x: Tensor, loss: Tensor, scale: Tensor, scaler: "GradScaler | None") -> Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -57,7 +60,7 @@ class _Attach(torch.autograd.Function):
         return grad, ctx.scale.to(device, dtype, copy=True), None, None
 
 
-def _warn_of_another_scaler(scaler: Any) -> None:
+def _warn_of_another_scaler(scaler: "GradScaler") -> None:
     """Warn once if a scaler has not scaled the loss of the running backward pass, as that of a copied layer."""
     if scaler._enabled and not (scaler._losses or scaler._has_warned):
         scaler._has_warned = True
@@ -78,17 +81,18 @@ def attached_with(scale: Tensor) -> Iterator[None]:
         _INSTEAD.reset(token)
 
 
-def _scale_of(scaler: Any, loss: Tensor) -> Tensor:
+def _scale_of(scaler: "GradScaler", loss: Tensor) -> Tensor:
     if not scaler._enabled:
         return torch.ones((), device=loss.device)
-    if scaler._scale_tensor is None:  # the property cannot be compiled
+    state = scaler._state  # torch's name of its scale is a property, which cannot be compiled
+    if state._scale is None:
         _place(scaler, loss.device)
-    scale: Tensor = scaler._scale_tensor
+    scale: Tensor = state._scale
     return scale
 
 
 @not_compiled
-def _place(scaler: Any, device: torch.device) -> None:
+def _place(scaler: "GradScaler", device: torch.device) -> None:
     scaler._lazy_init_scale_growth_tracker(device)
 
 

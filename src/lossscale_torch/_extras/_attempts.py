@@ -1,19 +1,24 @@
 """`attempts`: a loop around a step that takes it again at the lower loss scale after an overflow."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lossscale_core import BaseScaling
+from lossscale_core import BaseScaling, ScaleState
 from lossscale_core.adapters import check_setting, shown_number, warn_caller
 from lossscale_core.errors import CallOrderError, RetriesExhaustedError
 from lossscale_torch._gradients import params_of
+from lossscale_torch._record import STEPPED, OptimizerStep, read_numbers
 from lossscale_torch._snapshots import Buffers, random_states
-from lossscale_torch._state import STEPPED, may_have_moved, read
 from lossscale_torch._step_info import StepInfo
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from lossscale_torch._scaler import GradScaler
 
 
 class Attempt:
@@ -33,24 +38,22 @@ class Attempt:
         return [float(info.loss_scale_used) for info in self._infos]
 
 
-def attempts(scaler: Any, modules: Sequence[Module], retries: int, raise_at_end: bool) -> Iterator[Attempt]:
+def attempts(scaler: "GradScaler", modules: Sequence[Module], retries: int, raise_at_end: bool) -> Iterator[Attempt]:
     """Return the iterator of `GradScaler.attempts`."""
     check_setting("retries", retries)
     for each in modules:
         if not isinstance(each, Module):
             raise TypeError(f"attempts() was given {type(each).__name__}; it takes modules: scaler.attempts(model)")
-    return (_attempts if scaler.is_enabled() else _one_attempt)(scaler, modules, retries, raise_at_end)
+    return _attempts(scaler, modules, retries, raise_at_end)
 
 
-def _one_attempt(scaler: Any, *_: Any) -> Iterator[Attempt]:
-    attempt = Attempt()
-    yield attempt
-    attempt.info = scaler.last_step
-
-
-def _attempts(scaler: Any, modules: Sequence[Module], retries: int, raise_at_end: bool) -> Iterator[Attempt]:
-    tries = _Tries(scaler, modules)
-    attempt = tries.attempt
+def _attempts(scaler: "GradScaler", modules: Sequence[Module], retries: int, raise_at_end: bool) -> Iterator[Attempt]:
+    tries = Tries(scaler, modules)
+    attempt, after_first = tries.attempt, None
+    if not scaler.is_enabled():
+        yield attempt
+        attempt.info = scaler.last_step
+        return
     try:
         scaler._watch.tries = tries  # a loop that was left without its end does not stand in the way
         for attempt.number in range(retries + 1):
@@ -60,46 +63,58 @@ def _attempts(scaler: Any, modules: Sequence[Module], retries: int, raise_at_end
             tries.require_one_update()
             if tries.is_over or tries.is_at_floor:
                 break
-            tries.after_first = tries.after_first or scaler._state_on_host()
+            after_first = after_first or scaler._state.on_host()
     finally:
-        tries.end()
+        tries.end(after_first)
     if tries.applied and tries.is_over:  # else the state is that after the first try, and counts no other
         scaler._watch.retries += attempt.number
-    scaler._watch.look(scaler, attempt.info, tries.has_bad_loss)
+    scaler._watch.look(scaler, scaler.last_step, tries.has_bad_loss)
     if not tries.is_over:
-        _give_up(attempt, raise_at_end)
+        text = (
+            f"the gradients of a step overflowed in {attempt.number + 1} tries, at the loss scales "
+            f"{', '.join(map(shown_number, attempt.scales))}; the step is skipped and the scale backs off once; look "
+            "for NaN in the backward pass, or pass more retries= if the scale began too high and has not reached its "
+            "minimum"
+        )
+        if raise_at_end:
+            raise RetriesExhaustedError(text)
+        warn_caller(text)
 
 
-class _Tries:
+class Tries:
     """The tries of one step, with copies of what each begins with. The watch sees the outcome of the loop only."""
 
-    def __init__(self, scaler: Any, modules: Sequence[Module]) -> None:
+    def __init__(self, scaler: "GradScaler", modules: Sequence[Module]) -> None:
         self.scaler, self.attempt = scaler, Attempt()
-        self.put_random_states_back, self.copies = random_states(), [*map(Buffers, modules)]
-        self.optimizers: dict[int, Any] = {}
-        self.applied: dict[int, Any] = {}
-        """The records of optimizers that were applied in a try; later ones leave them alone."""
+        self.put_random_states_back, self.buffers = random_states(), [*map(Buffers, modules)]
+        for buffers in self.buffers:
+            buffers.save()
         self.updates = 0
         """The updates in this try."""
-        self.records: Any = None
+        self.records: dict[int, OptimizerStep] = {}
         """The records of the last try."""
-        self.after_first: Any = None
-        """The state after the first try, if it overflowed."""
+        self.applied: list[int] = []
+        """The optimizers that were applied in a try; later ones leave them alone."""
         self.is_over = self.has_bad_loss = False
         self.is_at_floor = False
         """Whether a further try would have the same loss scale."""
 
+    @property
+    def optimizers(self) -> "list[Optimizer]":
+        return [step.optimizer for step in self.records.values() if step.optimizer is not None]
+
     def begin_another(self) -> None:
         """Put back what the last try has changed, and leave alone the optimizers that it has applied."""
         self.put_random_states_back()
-        for copy in self.copies:
-            copy.put_back()
-        for param in (param for optimizer in self.optimizers.values() for param in params_of(optimizer)):
+        for buffers in self.buffers:
+            buffers.put_back()
+        for param in (param for optimizer in self.optimizers for param in params_of(optimizer)):
             param.grad = None
         self.attempt.info, self.updates = None, 0
-        for key, record in self.applied.items():
-            done = {"stage": STEPPED, "applied": True, "was_applied": True, "found_inf_per_device": {}}
-            self.scaler._per_optimizer_states[key] = {**record, **done}
+        for key in self.applied:
+            done = self.scaler._per_optimizer_states[key] = self.records[key]
+            done["stage"], done["found_inf_per_device"] = STEPPED, {}
+            done.applied = done.is_done = True
 
     def note(self, info: StepInfo) -> None:
         """Note the outcome of a try. Waits for the device, once, after a fused optimizer."""
@@ -112,19 +127,18 @@ class _Tries:
         by_optimizer, device = info.by_optimizer or {}, torch.device("cpu")
         if scaler._scale is not None:
             device = scaler._scale.device
-        outcomes: list[Any] = [info.overflowed, info.loss_scale_used, *by_optimizer.values()]
+        outcomes: list[bool | float | Tensor] = [info.overflowed, info.loss_scale_used, *by_optimizer.values()]
         if any(isinstance(each, Tensor) for each in outcomes):
-            outcomes = read([torch.as_tensor(each, device=device) for each in outcomes], device)
+            outcomes = [*read_numbers([torch.as_tensor(each, device=device) for each in outcomes], device)]
         overflowed, used, *applied = outcomes
-        self.records = records = scaler._per_optimizer_states
-        self.optimizers = {key: each["optimizer"] for key, each in records.items() if "optimizer" in each}
-        self.applied = {key: records[key] for key, each in zip(by_optimizer, applied, strict=True) if each}
+        self.records = scaler._per_optimizer_states
+        self.applied = [key for key, each in zip(by_optimizer, applied, strict=True) if each]
         policy = BaseScaling.of(scaler.policy)
+        self.is_at_floor = float(used) <= policy.bounds()[0]
         self.is_over = not (overflowed and policy.adapts)
-        self.is_at_floor = used <= policy.bounds()[0]
         if not self.is_over:
             self.has_bad_loss = not scaler._are_losses_finite()
-            self.is_over = scaler._ranks.any_of(self.has_bad_loss, [*self.optimizers.values()], device)
+            self.is_over = scaler._ranks.any_of(self.has_bad_loss, self.optimizers, device)
 
     def require_one_update(self) -> None:
         """Raise an error unless the body was one step of this loop alone."""
@@ -142,30 +156,17 @@ class _Tries:
                 "all bodies of accumulate() up to the one that steps)"
             )
 
-    def end(self) -> None:
+    def end(self, after_first: ScaleState | None) -> None:
         """Put the buffers back unless an optimizer was applied, and end a try that was begun; once."""
         if self.scaler._watch.tries is not self:
             return
         self.scaler._watch.tries = None
-        if self.after_first and not self.is_over:  # what overflows at each scale must not cost more than one backoff
-            self.scaler._continue_at(self.after_first)
+        if after_first and not self.is_over:  # what overflows at each scale must not cost more than one backoff
+            self.scaler._state.load(after_first, self.scaler.policy)
         records = self.scaler._per_optimizer_states
         # After the update of a try, another open step is not of this loop, which was left and held.
-        is_own = self.updates == 0 or records is self.records or not records
-        if is_own and not self.applied and not any(map(may_have_moved, records.values())):
-            for copy in self.copies:
-                copy.put_back()
-        if is_own:
+        if self.updates == 0 or records is self.records or not records:
+            if not self.applied and not any(step.may_have_moved for step in self.scaler.optimizer_steps):
+                for buffers in self.buffers:
+                    buffers.put_back()
             self.scaler._abandon()
-
-
-def _give_up(attempt: Attempt, raise_at_end: bool) -> None:
-    scales = ", ".join(map(shown_number, attempt.scales))
-    text = (
-        f"the gradients of a step overflowed in {attempt.number + 1} tries, at the loss scales {scales}; the step is "
-        "skipped and the scale backs off once; look for NaN in the backward pass, or pass more retries= if the scale "
-        "began too high and has not reached its minimum"
-    )
-    if raise_at_end:
-        raise RetriesExhaustedError(text)
-    warn_caller(text)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lossscale_core import ScalingPolicy
-from lossscale_torch._gradients import lifted
-from lossscale_torch._range import (
+from lossscale_torch._extras._range_report import (
     LOW_PRECISION,
     Overflow,
     Passes,
@@ -27,6 +26,7 @@ from lossscale_torch._range import (
     power_of,
     require_model_and_function,
 )
+from lossscale_torch._gradients import at_least_float32
 
 _MAX_MODULES = 16
 
@@ -98,7 +98,7 @@ def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor not in copies:
-            copies[tensor] = lifted(tensor)
+            copies[tensor] = at_least_float32(tensor)
         return copies[tensor]
 
     def in_float32(value: Any) -> Any:

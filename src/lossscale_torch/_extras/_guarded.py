@@ -8,27 +8,32 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from lossscale_core import SpikeGuard
-from lossscale_core.adapters import check_setting, shown
+from lossscale_core import ScaleState, SpikeGuard
+from lossscale_core.adapters import check_setting, log_event, shown
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
-from lossscale_torch._gradients import params_of
-from lossscale_torch._optimizers import Legacy, kind_of
-from lossscale_torch._ranks import require_member
+from lossscale_torch._gradients import params_of, values_of
+from lossscale_torch._record import LEGACY, kind_of, read_numbers
+from lossscale_torch._report import pairs
 from lossscale_torch._scaler import GradScaler
-from lossscale_torch._skip_log import SkipLog, names_of
-from lossscale_torch._state import is_being_recorded
+from lossscale_torch._state import is_capturing
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
-from lossscale_torch.hooks import Guard
+from lossscale_torch._watch import CHECK_EVERY, Watch
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     # A type cannot say "an AdamW that is guarded". With `Any` as a base, checkers take the result where an AdamW is
     # asked for, also in `optimizer = guarded(optimizer)`: https://github.com/python/typing/issues/213.
     class _AnyOptimizer(torch.optim.Optimizer, Any): ...
 else:
     _AnyOptimizer = object
+
+
+_MAX_NAMES = 4
 
 
 class GuardedOptimizer(_AnyOptimizer):
@@ -51,9 +56,9 @@ def guarded(
     guard: SpikeGuard | None = None,
     max_streak: int | None = None,
     on_bad: Literal["skip", "raise"] = "skip",
-    names: torch.nn.Module | Iterable[tuple[str, Tensor]] | None = None,
-    process_group: Any = None,
-    norm_group: Any = None,
+    names: Module | Iterable[tuple[str, Tensor]] | None = None,
+    process_group: "ProcessGroup | None" = None,
+    norm_group: "ProcessGroup | None" = None,
 ) -> GuardedOptimizer:
     """Make the steps of an optimizer atomic, in any dtype, and return it: a step with a bad gradient changes nothing.
 
@@ -112,8 +117,9 @@ def guarded(
     made: Any = optimizer
     if on_bad not in ("skip", "raise"):
         raise PolicyError(f'on_bad={shown(on_bad)} must be "skip" or "raise"; leave it out to skip bad steps')
-    scaler = _Step(guard, max_norm, max_streak, process_group, norm_group)
-    scaler._hooks.append(SkipLog(names_of(optimizer, names), on_bad == "raise"))
+    scaler = _Step(guard, max_norm, process_group, norm_group)
+    limit = check_setting("max_overflow_streak", max_streak)
+    scaler._watch = GuardedWatch(_names_of(optimizer, names), on_bad == "raise", limit)
     vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
     made._lossscale, made.last_step = scaler, scaler.last_step
     made.__class__ = _guarded_class(made.__class__)
@@ -124,39 +130,33 @@ class _Step(GradScaler):
     """The step of a guarded optimizer: that of a scaler without scaling."""
 
     def __init__(
-        self, guard: SpikeGuard | None, max_norm: Any, max_streak: Any, process_group: Any, norm_group: Any
+        self,
+        guard: SpikeGuard | None,
+        max_norm: float | None,
+        process_group: "ProcessGroup | None",
+        norm_group: "ProcessGroup | None",
     ) -> None:
-        groups = {"process_group": process_group, "norm_group": norm_group}
-        for name, group in groups.items():
-            require_member(group, name)
-        super().__init__("cpu", policy="none", guard=guard, half_gradients=True, **groups)
+        super().__init__(
+            "cpu", policy="none", guard=guard, half_gradients=True, process_group=process_group, norm_group=norm_group
+        )
+        for name in ("process_group", "norm_group"):
+            self._ranks.require_member(name)
         self.max_norm = math.inf if max_norm is None else check_setting("max_norm", max_norm)
-        self.max_streak, self.steps = check_setting("max_overflow_streak", max_streak), 0
         self.can_be_copied = process_group is None and norm_group is None
 
-    def take(self, optimizer: Any, inner: dict[str, Any]) -> None:
+    def take(self, optimizer: torch.optim.Optimizer, inner: dict[str, Any]) -> None:
         """Take a step or skip it; the outcome is that of the last step."""
+        norm = None
         try:
             self._abandon()  # what an interrupted step has left
             # Of a parameter, with a gradient or without: ranks must combine their flags on devices of one type.
             self.place_on(next((param.device for param in params_of(optimizer)), "cpu"))
             norm = clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
             self.step(optimizer, _inner=inner)
-            self.update().norm = norm
+            self.update()
         finally:
+            self.last_step = self.last_step._replace(norm=norm)  # type: ignore[misc]
             self._abandon()
-
-    def require_no_streak(self, info: StepInfo) -> None:
-        """Raise an error at the limit of bad steps; a streak on a device is read once in as many steps."""
-        self.steps += 1
-        limit, streak = self.max_streak, info.overflow_streak
-        if limit is None or is_being_recorded() or (isinstance(streak, Tensor) and self.steps % limit):
-            return
-        if int(streak) >= limit:
-            raise OverflowStreakError(
-                f"{int(streak)} steps in a row had gradients that are NaN or infinite, which reaches "
-                f"max_streak={limit}; look at the loss, the learning rate and the data"
-            )
 
     def guard_state(self) -> dict[str, Any]:
         """Return the entry of the guard in a state dict, if there is one."""
@@ -166,6 +166,92 @@ class _Step(GradScaler):
         if not self.can_be_copied:
             raise TypeError("an optimizer that is guarded with a group of ranks has no copy; guard the copy")
         return super().__getstate__()
+
+
+class GuardedWatch(Watch):
+    """The watch of a guarded optimizer: it also logs the first skipped step on one rank, or raises an error at it."""
+
+    steps = 0
+    has_logged = False
+
+    def __init__(self, names: list[str], raises: bool, max_streak: int | None) -> None:
+        super().__init__()
+        self.names, self.raises, self.max_streak = names, raises, max_streak
+
+    def after_update(self, scaler: GradScaler, info: StepInfo) -> None:
+        """Log a skipped step, or raise `OverflowStreakError`. Reads the gradients if the host knows the outcome."""
+        self.steps += 1
+        (step,) = scaler.optimizer_steps
+        optimizer, is_captured = step.optimizer, is_capturing()
+        name = type(optimizer).__name__
+        if isinstance(info.applied, Tensor):
+            if self.raises:
+                torch._assert_async(info.applied, f"a step of {name} had gradients that are not finite, or a spike")
+        elif not info.applied and not is_captured and (self.raises or not self.has_logged):
+            cause = f"the gradients of {self._names_of_bad(optimizer)} are not finite"
+            if info.spiked and step.norm is not None:
+                cause = f"its gradient norm of {step.norm.item():g} is far above those before"
+            if self.raises:
+                raise OverflowStreakError(
+                    f"step {self.steps} of {name} was not taken: {cause}. Parameters and the optimizer's state are as "
+                    "they were; look at the loss, the learning rate and the data"
+                )
+            self._log_skip(scaler, optimizer, f"step {self.steps} of {name} was skipped: {cause}")
+        super().after_update(scaler, info)
+        limit, streak = self.max_streak, info.overflow_streak
+        if limit is None or is_captured or (isinstance(streak, Tensor) and self.steps % limit):
+            return  # a streak on a device is read once in as many steps
+        if int(streak) >= limit:
+            raise OverflowStreakError(
+                f"{int(streak)} steps in a row had gradients that are NaN or infinite, which reaches "
+                f"max_streak={limit}; look at the loss, the learning rate and the data"
+            )
+
+    def _names_of_bad(self, optimizer: torch.optim.Optimizer) -> str:
+        params = params_of(optimizer)
+        names = [*self.names, *("a parameter that was added later" for _ in params[len(self.names) :])]
+        known = [(name, param.grad) for name, param in zip(names, params, strict=False) if param.grad is not None]
+        flags = [torch.isfinite(values_of(grad)).all() for _, grad in known]
+        finite = read_numbers(flags, flags[0].device) if flags else []
+        bad = [name for (name, _), is_finite in zip(known, finite, strict=True) if not is_finite]
+        more = f" and {len(bad) - _MAX_NAMES} more" if len(bad) > _MAX_NAMES else ""
+        return ", ".join(bad[:_MAX_NAMES]) + more if bad else "another rank"
+
+    def _is_time(self) -> bool:
+        return not self.has_logged or self.steps % CHECK_EVERY == 0
+
+    def _log_late(self, scaler: GradScaler, state: ScaleState, spikes: int) -> None:
+        if self.has_logged:
+            self.log(scaler.policy, state)
+        elif skipped := int(state.skipped_steps) + spikes:
+            (step,) = scaler.optimizer_steps
+            self._log_skip(
+                scaler,
+                step.optimizer,
+                f"{skipped} of the first {self.steps} steps of {type(step.optimizer).__name__} were skipped: gradients "
+                "were not finite, or their norm was far above those before",
+            )
+
+    def _log_skip(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, text: str) -> None:
+        self.has_logged = True
+        if scaler._ranks.is_first(optimizer):
+            log_event("skipped_step", f"{text}; parameters and the optimizer's state stay as they were")
+
+
+def _names_of(optimizer: torch.optim.Optimizer, names: Module | Iterable[tuple[str, Tensor]] | None) -> list[str]:
+    """Return a name for each parameter of an optimizer, or its place and its shape.
+
+    Raises `TypeError` if `names` is neither a module nor pairs of a name and a parameter.
+    """
+    named = names.named_parameters() if isinstance(names, Module) else () if names is None else names
+    known = {id(param): name for name, param in pairs(named, "guarded(names=)")}
+    return [
+        known.get(id(param))
+        or (group["param_names"][place] if "param_names" in group else None)  # from PyTorch 2.6 on
+        or f"parameter {place} of group {number} (shape {tuple(param.shape)})"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, param in enumerate(group["params"])
+    ]
 
 
 @functools.cache
@@ -199,7 +285,6 @@ def _guarded_class(kind: Any) -> Any:
                 self._lossscale.take(self, settings)
             finally:
                 self.last_step = self._lossscale.last_step
-            self._lossscale.require_no_streak(self.last_step)
             return loss
 
         # A scheduler wraps a step without this mark, and torch one that does not call hooks: the inner step does.
@@ -211,15 +296,9 @@ def _guarded_class(kind: Any) -> Any:
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             """Continue with the optimizer's entries, and the guard's if there are any."""
-            guards = [(hook, hook.state_dict()) for hook in self._lossscale._hooks if isinstance(hook, Guard)]
-            for hook, _ in guards:  # first, since it parses before it assigns
-                hook.load_state_dict(state_dict)
-            try:
+            guard = self._lossscale._guard
+            with self._lossscale._loading(state_dict, [guard] if guard is not None else []):
                 super().load_state_dict({name: value for name, value in state_dict.items() if name != "guard"})
-            except BaseException:
-                for hook, before in guards:
-                    hook.load_state_dict(before)
-                raise
 
         def __getstate__(self) -> dict[str, Any]:
             return {**super().__getstate__(), "_lossscale": self._lossscale, "last_step": _not_taken()}
@@ -244,7 +323,7 @@ def _unfit(optimizer: Any) -> str:
     """Return why an optimizer's step cannot be judged before it, or an empty text."""
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         return "has no param_groups; pass a torch.optim.Optimizer"
-    if kind_of(optimizer) is Legacy:
+    if kind_of(optimizer) is LEGACY:
         return "takes a scaler in its step; make it without"
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if (closure is not None and closure.default is inspect.Parameter.empty) or hasattr(optimizer, "first_step"):

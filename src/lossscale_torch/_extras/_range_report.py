@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lossscale_core import DynamicScaling, NoScaling, ScalingPolicy
-from lossscale_torch._attach import attached_with
-from lossscale_torch._gradients import lifted, values_of
+from lossscale_torch._extras._attach import attached_with
+from lossscale_torch._gradients import at_least_float32, values_of
 from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._verbs import scaled
 
@@ -194,7 +194,9 @@ class Overflow(NamedTuple):
 def passes_of(model: nn.Module, loss_fn: Callable[[], Tensor]) -> "Iterator[Passes]":
     """Run the forward pass; leave gradients, buffers and random states as they were at the end."""
     with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as undo:
-        undo.callback(Buffers(model).put_back)
+        buffers = Buffers(model)
+        buffers.save()
+        undo.callback(buffers.put_back)
         undo.callback(random_states())
         for param in model.parameters():
             _take_gradient(param, undo)
@@ -339,7 +341,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _measured(tensor: Tensor, operation: str, module: str, inputs_are_finite: bool) -> OperationRange:
-    values = lifted(values_of(tensor.detach())).abs()
+    values = at_least_float32(values_of(tensor.detach())).abs()
     finite = torch.isfinite(values)
     largest, count, zeros = float(torch.where(finite, values, 0.0).max()), values.numel(), int((values == 0.0).sum())
     return OperationRange(
@@ -377,7 +379,7 @@ def _checked(loss: object) -> Tensor:
 def _is_finite(value: Any) -> bool:
     if isinstance(value, Tensor):
         is_float = value.is_floating_point() or value.is_complex()
-        return not is_float or bool(torch.isfinite(lifted(values_of(value))).all())
+        return not is_float or bool(torch.isfinite(at_least_float32(values_of(value))).all())
     return not isinstance(value, float) or math.isfinite(value)
 
 

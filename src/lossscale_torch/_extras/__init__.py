@@ -1,0 +1,1 @@
+"""Features next to the scaler. The step does not need them."""

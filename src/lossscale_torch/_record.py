@@ -1,0 +1,155 @@
+"""`OptimizerStep`, the record of one optimizer between two updates, and the flags in it.
+
+A flag is 0.0 if the step may be applied; 1.0, or NaN, skips it. A flag that the host knows is a tensor on the CPU.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from lossscale_torch._gradients import to_device
+
+READY, UNSCALED, STEPPED = OptState  # access to an enum's members by name is slow
+SPIKE, VETO = "spike", "veto"
+"""The names under which the flags of the guard and of other hooks are stored."""
+
+_FUSED = "_step_supports_amp_scaling"
+_IS_CPU = operator.attrgetter("is_cpu")
+
+
+class Kind(Enum):
+    """How an optimizer is stepped."""
+
+    PLAIN = "the scaler reads the flags, and calls the optimizer's `step` or skips it"
+    FUSED = "the optimizer's kernel reads the flag, divides by a factor, and skips the step itself"
+    LEGACY = "the optimizer's `step` receives the scaler, as in torch's older contract, and decides"
+
+
+PLAIN, FUSED, LEGACY = Kind
+
+
+class OptimizerStep(dict[str, Any]):
+    """The record of one optimizer between two updates.
+
+    Its entries are those of torch's record, `"stage"` and `"found_inf_per_device"`, which other packages read, write
+    and replace. The facts that only this library needs are attributes.
+    """
+
+    optimizer: Optimizer = None  # type: ignore[assignment]
+    """The optimizer; None only in a record that another package has put in the place of the scaler's."""
+    kind: Kind | None = None
+    """How `step` steps the optimizer; None before."""
+    applied: bool | None = False
+    """Whether the optimizer was stepped; None if its kernel, or a subclass of the scaler, decides by the flags."""
+    norm: Tensor | None = None
+    """The norm of the unscaled gradients: shape `()`; None if nothing has computed it.
+
+    It is the 2-norm, or after a clip the norm by which the gradients were clipped.
+    """
+    divisor: Tensor | None = None
+    """The divisor that clips, which is left to the kernel of a guarded optimizer."""
+    has_divided: bool = False
+    """Whether this rank has divided gradients; a rank without gradients may still take part in a decision."""
+    agreed: Sequence[Any] = ()
+    """The process groups over which a clip has combined the flags."""
+    has_dropped: bool = False
+    """Whether the divided gradients were set to None before another loss was scaled."""
+    is_done: bool = False
+    """Whether an earlier attempt of `attempts` has applied the step, so that this attempt leaves it alone."""
+
+    def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
+        super().__init__(entries or {"stage": READY, "found_inf_per_device": {}})
+
+    @property
+    def flags(self) -> dict[torch.device | str, Tensor]:
+        """The flags: of the gradients under their devices, and vetoes of hooks under the names of the hooks."""
+        flags: dict[torch.device | str, Tensor] = self["found_inf_per_device"]
+        return flags
+
+    @property
+    def may_have_moved(self) -> bool:
+        """Whether the optimizer was stepped, or was called and decided by itself."""
+        return self.applied is not False
+
+
+class Decision(NamedTuple):
+    """The flags of a step that the host knows."""
+
+    had_gradients: bool
+    overflowed: bool
+    vetoed: bool
+    spiked: bool
+    """Whether the guard has vetoed the step, and no gradient overflowed."""
+
+
+def decision_on_host(steps: Iterable[OptimizerStep]) -> Decision | None:
+    """Return what the flags of the steps say together, or None if one of the flags is on a device."""
+    had_gradients = overflowed = vetoed = spiked = False
+    for step in steps:
+        for key, flag in step["found_inf_per_device"].items():
+            if not flag.is_cpu:
+                return None
+            is_set = flag.item() != 0.0  # True for NaN, too
+            if type(key) is not str:
+                had_gradients, overflowed = True, overflowed or is_set
+            elif is_set:
+                vetoed, spiked = True, spiked or key == SPIKE
+    return Decision(had_gradients, overflowed, vetoed, spiked and not overflowed)
+
+
+def flags_of(steps: Iterable[OptimizerStep], *, vetoes: bool) -> list[Tensor]:
+    """Return the vetoes of hooks, or else the flags of gradients."""
+    return [flag for step in steps for key, flag in step.flags.items() if (type(key) is str) is vetoes]
+
+
+def combine(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the largest flag, which may be NaN: float32, shape `()`, on `device`; 0.0 if there is none."""
+    moved = [to_device(flag, device) for flag in flags]
+    if len(moved) == 1:
+        return moved[0]
+    if not moved:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return functools.reduce(torch.maximum, [flag.reshape(()) for flag in moved])
+
+
+def read_numbers(tensors: Sequence[Tensor], device: torch.device) -> list[float]:
+    """Return the numbers of tensors of shape `()`. Waits for all devices together, once."""
+    if all(map(_IS_CPU, tensors)):
+        return [*map(Tensor.item, tensors)]
+    dtype = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
+    numbers: list[float] = torch.stack([to_device(each, device).to(dtype).reshape(()) for each in tensors]).tolist()
+    return numbers
+
+
+def kind_of(optimizer: Optimizer) -> Kind:
+    """Return how an optimizer is stepped.
+
+    A wrapper that only forwards attribute reads is not fused: the flag and the factor would be set on the wrapper, and
+    the inner optimizer would not receive them.
+    """
+    is_own = _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED)
+    if not (is_own and getattr(optimizer, _FUSED)):
+        return PLAIN
+    return LEGACY if _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)) else FUSED
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_scaler(step: Any) -> bool:
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def require_optimizer(optimizer: Optimizer, caller: str) -> None:
+    """Raise `TypeError` for an object that is not an optimizer."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{caller}() was given a {type(optimizer).__name__}, which has no param_groups; it takes an optimizer; "
+            "pass the torch.optim.Optimizer of these parameters"
+        )
