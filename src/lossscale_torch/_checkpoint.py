@@ -1,9 +1,10 @@
 """The policy that the constructor or a checkpoint asks for, and saved states: torch's five keys beside the core's."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +20,9 @@ from lossscale_core import (
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_names, shown_number, warn_caller
 from lossscale_core.errors import CheckpointError, PolicyError
 from lossscale_torch._state import is_capturing
+
+if TYPE_CHECKING:
+    from lossscale_torch._scaler import GradScaler
 
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _SETTINGS = _TORCHS_KEYS[1:4]
@@ -67,6 +71,23 @@ def as_setting(name: str, value: Any) -> Any:
     if value == 0 or value >= _NEVER:
         return _NEVER
     return int(value) if value == value // 1 else value
+
+
+def policy_setting(name: str) -> property:
+    """Return torch's attribute of a setting, which the policy of the scaler owns."""
+
+    def read(scaler: "GradScaler") -> float:
+        value: float = getattr(BaseScaling.of(scaler.policy), name)
+        return value
+
+    def write(scaler: "GradScaler", value: float) -> None:
+        if "_policy" not in vars(scaler):  # torch's constructor writes what the policy says
+            return
+        if name not in BaseScaling.of(scaler.policy).settings():
+            raise PolicyError(f"{scaler.policy!r} has no {name}; make the scaler with another policy")
+        scaler.policy = dataclasses.replace(scaler.policy, **{name: as_setting(name, value)})  # type: ignore[type-var]  # it has settings
+
+    return property(read, write)
 
 
 def saved(policy: ScalingPolicy, state: Any) -> dict[str, Any]:
@@ -141,10 +162,14 @@ def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> fl
     if not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
         members = BaseScaling.of(policy)
         return _bounded("new_scale", value, members.min_scale, members.max_scale)
+    if isinstance(value, torch.Tensor):
+        needs = "with" if value.requires_grad else "without"
+        given = f"a tensor of shape {tuple(value.shape)} on {value.device} {needs} requires_grad"
+    else:
+        given = shown(value)
     raise AssertionError(
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
-        f"requires_grad=False. It is {shown(value)}; pass a positive number, or a tensor of one element on "
-        f"{device_type}."
+        f"requires_grad=False. It is {given}; pass a positive number, or a tensor of one element on {device_type}."
     )
 
 

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lossscale_core.adapters import check_setting, shown
 from lossscale_core.errors import PolicyError
-from lossscale_torch._gradients import EXACT_UP_TO, Gradients, has_gradients, params_of
-from lossscale_torch._record import FUSED, UNSCALED, OptimizerStep, combine, kind_of, require_optimizer
+from lossscale_torch._gradients import MAX_EXACT_ORDER, Gradients, has_gradients, params_of
+from lossscale_torch._record import Kind, OptimizerStep, combine, kind_of, require_optimizer
 from lossscale_torch._state import is_capturing
 
 if TYPE_CHECKING:
@@ -23,11 +24,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def clip(
-    scaler: "GradScaler",
-    optimizers: Sequence[Optimizer],
-    max_norm: float | Tensor,
-    norm_type: float,
-    is_guarded: bool = False,
+    scaler: "GradScaler", optimizers: Sequence[Optimizer], max_norm: Any, norm_type: float, is_guarded: bool = False
 ) -> Tensor:
     """Unscale and clip; return the norm before clipping. A guarded optimizer, if fused, clips by its own kernel."""
     if not optimizers:
@@ -49,8 +46,8 @@ def clip(
     if not steps:
         return torch.zeros_like(scaler._scale) if done_norm is None else done_norm
     optimizers = [step.optimizer for step in steps]
-    # Higher powers of gradients that are still scaled leave float64.
-    if scaler._unscales_as_torch() and not EXACT_UP_TO < order < math.inf:
+    # Powers above 6 of gradients that are still scaled may leave float64.
+    if scaler._unscales_as_torch() and not MAX_EXACT_ORDER < order < math.inf:
         return _clip_scaled(scaler, steps, limit, order, is_guarded)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -74,7 +71,7 @@ def _clip_scaled(
     state, groups = scaler._state, scaler._groups(optimizers, of_norm=True)
     scale, are_fused = state.scale, True
     for optimizer in optimizers:
-        are_fused = are_fused and kind_of(optimizer) is FUSED
+        are_fused = are_fused and kind_of(optimizer) is Kind.FUSED
     is_on_device = are_fused and (not scale.is_cpu or is_capturing())
     read = None if is_on_device else lambda norm: state.read([], norm)[0]  # the one wait of a step
     scaled, is_finite = gradients.norm(order, state.one, groups, scaler._ranks.norm_group, read)
@@ -100,8 +97,8 @@ def _clip_scaled(
     for step in steps:
         has_divided = has_gradients(step.optimizer)
         if groups or has_divided:
-            step["stage"], step["found_inf_per_device"] = UNSCALED, {scale.device: flag}
-            step.agreed, step.norm, step.has_divided, step.has_dropped = groups, noted, has_divided, False
+            step["stage"], step["found_inf_per_device"] = OptState.UNSCALED, {scale.device: flag}
+            step.combined_over, step.norm, step.has_divided, step.has_dropped = groups, noted, has_divided, False
             flag = flag.clone() if len(steps) > 1 else flag  # other packages write to the flags of an optimizer
     return norm
 
@@ -119,16 +116,11 @@ def _clip_unscaled(scaler: "GradScaler", optimizers: Sequence[Optimizer], max_no
 
 
 @torch.no_grad()
-def total_norm(
-    optimizers: Sequence[Optimizer],
-    one: Tensor,
-    groups: "Sequence[ProcessGroup]",
-    norm_group: "ProcessGroup | None",
-) -> Tensor:
-    """Return the 2-norm of unscaled gradients on all ranks: shape `()`, where `one` is. Does not synchronise."""
+def total_norm(scaler: "GradScaler", optimizer: Optimizer, groups: "Sequence[ProcessGroup]") -> Tensor:
+    """Return the 2-norm of unscaled gradients on all ranks: shape `()`, where the scale is. Does not synchronise."""
+    gradients, one = Gradients([optimizer]), scaler._state.one
     read = Tensor.item if one.is_cpu and not is_capturing() else None
-    gradients = Gradients(optimizers)
-    norm, _ = gradients.norm(2.0, one, groups, norm_group, read)
+    norm, _ = gradients.norm(2.0, one, groups, scaler._ranks.norm_group, read)
     return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype(one.device))
 
 
@@ -140,7 +132,7 @@ def _clip_factor(norm: float | Tensor, max_norm: float) -> float | Tensor:
     return factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(1.0, factor)
 
 
-def _max_norm(value: float | Tensor) -> float:
+def _max_norm(value: Any) -> float:
     """Return the number to clip to; raise `PolicyError` for one that gradients cannot be clipped to."""
     value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     return float(value if type(value) is float and value >= 0.0 else check_setting("max_norm", value))

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lossscale_torch._gradients import to_device
-from lossscale_torch._record import READY, OptimizerStep, combine
+from lossscale_torch._record import OptimizerStep, combine
 
 
 def step_fused(optimizer: Any, step: OptimizerStep, scale: Tensor, args: Any, kwargs: Any) -> Any:
@@ -15,7 +16,7 @@ def step_fused(optimizer: Any, step: OptimizerStep, scale: Tensor, args: Any, kw
 
     A factor that the user has set before is multiplied in.
     """
-    factor = scale if step["stage"] is READY else step.divisor  # that of a clip, if it left one
+    factor = scale if step["stage"] is OptState.READY else step.divisor  # that of a clip, if it left one
     # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
     is_left_over = getattr(optimizer, "found_inf", None) is not None
     preset = None if is_left_over else getattr(optimizer, "grad_scale", None)

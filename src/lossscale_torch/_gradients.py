@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
-HAVE_FLOAT64 = ("cpu", "cuda")
+FLOAT64_DEVICES = ("cpu", "cuda")
 """The types of devices that have float64; MPS and Intel Arc have none."""
 
 _WITHOUT_BFLOAT16 = ("cuda",)
@@ -21,7 +21,8 @@ Bucket = list[Tensor]
 
 _JOIN_BELOW = 4096  # elements; calling `torch.dot` for fewer takes about as long as copying them does
 _SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a part of the norm
-EXACT_UP_TO = 6.0  # to this power, float64 holds every float32
+MAX_EXACT_ORDER = 6.0
+"""The largest power to which float64 holds every float32."""
 
 
 class Gradients:
@@ -36,35 +37,35 @@ class Gradients:
 
     def __init__(self, optimizers: Sequence[Optimizer], allow_half: bool = True) -> None:
         self._grads = self._values = grads = _grads_of(optimizers)
-        if grads and _are_one_bucket(grads):
+        if grads and _is_one_bucket(grads):
             self.buckets = [grads]
         else:
             params = dict.fromkeys(param for each in optimizers for param in params_of(each) if param.grad is not None)
-            self._grads = [_writable(param) for param in params]
+            self._grads = [_make_writable(param) for param in params]
             self._values = [values_of(grad) for grad in self._grads]
             self.buckets = to_buckets(self._values)
         for bucket in self.buckets:
             if bucket[0].dtype is torch.float16 and not allow_half:
-                raise ValueError(_half_gradients(optimizers))
+                raise ValueError(_float16_message(optimizers))
 
-    def check_and_multiply_(self, factor: Tensor | None, found_inf: Tensor) -> dict[Any, Tensor]:
+    def check_and_multiply_(self, factor: Tensor, found_inf: Tensor, is_one: bool = False) -> dict[Any, Tensor]:
         """Multiply in place; return for each device 1.0 if a gradient was not finite, else 0.0.
 
-        `found_inf` is the flag, 0.0, on the device of `factor`; other devices get copies. Without a factor nothing is
-        written.
+        `found_inf` is the flag, 0.0, on the device of `factor`; other devices get copies. A factor that `is_one` writes
+        nothing.
         """
         found: dict[Any, Tensor] = {}
         for bucket in self.buckets:
             device = bucket[0].device
             if device not in found:
                 found[device] = found_inf if device == found_inf.device else to_device(found_inf.clone(), device)
-            check_and_multiply_(bucket, None if factor is None else to_device(factor, device), found[device])
+            check_and_multiply_(bucket, to_device(factor, device), found[device], is_one)
         return found
 
     def norm_dtype(self, device: torch.device) -> torch.dtype:
         """Return the dtype of a norm on a device: float32, or float64 if a gradient has that and the device, too."""
         for bucket in self.buckets:
-            if bucket[0].dtype is torch.float64 and device.type in HAVE_FLOAT64:
+            if bucket[0].dtype is torch.float64 and device.type in FLOAT64_DEVICES:
                 return torch.float64
         return torch.float32
 
@@ -93,17 +94,17 @@ class Gradients:
         """
         device = one.device
         if read is not None and order == 2.0 and not groups and self._values:
-            value = read(self._norm_of_order_2(device))
+            value = read(self._two_norm(device))
             if _SMALL <= value < math.inf or math.isnan(value):  # a sum of finite squares is not NaN
                 return value, not math.isnan(value)
-        dtype = torch.float64 if device.type in HAVE_FLOAT64 else torch.float32
+        dtype = torch.float64 if device.type in FLOAT64_DEVICES else torch.float32
         norms, is_exact = self._norms(order, dtype, groups, norm_group)
         norms = [to_device(each.to(dtype), device) for each in norms] or [torch.zeros(1, dtype=dtype, device=device)]
         total = torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms), order)
         if is_exact:
             is_good = total < math.inf  # false for NaN, too, and one kernel where `isfinite` takes four
         else:
-            found = self.check_and_multiply_(None, torch.zeros_like(one)).values()
+            found = self.check_and_multiply_(one, torch.zeros_like(one), is_one=True).values()
             is_good = functools.reduce(torch.maximum, [to_device(each, device) for each in found]) == 0.0
         if groups:
             is_largest = order == math.inf
@@ -132,26 +133,26 @@ class Gradients:
             if values.numel():  # an empty tensor has no infinity norm
                 layout = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
                 if layout not in counts:
-                    counts[layout] = _copies_of(layout, [each for each in groups if each is not norm_group])
+                    counts[layout] = _count_copies(layout, [each for each in groups if each is not norm_group])
                 if grad.is_complex() and order != 2.0:
                     values, is_exact = torch.view_as_complex(values).abs(), False
                 by_count.setdefault(counts[layout], []).append(values)
         for count, some in by_count.items():
             for bucket in to_buckets(some):
-                is_double, has_double = bucket[0].dtype is torch.float64, bucket[0].device.type in HAVE_FLOAT64
+                is_double, has_double = bucket[0].dtype is torch.float64, bucket[0].device.type in FLOAT64_DEVICES
                 is_held = (has_double and dtype is torch.float64) or (order == math.inf and not is_double)
-                is_exact &= is_held and (order == math.inf or (not is_double and order <= EXACT_UP_TO))
+                is_exact &= is_held and (order == math.inf or (not is_double and order <= MAX_EXACT_ORDER))
                 wide = torch.float64 if has_double else torch.float32
                 found = torch.stack(torch._foreach_norm(bucket, order, dtype=wide))
                 norms.append(found / count ** (1.0 / order) if count > 1 else found)
         return norms, is_exact
 
-    def _norm_of_order_2(self, device: torch.device) -> Tensor:
+    def _two_norm(self, device: torch.device) -> Tensor:
         """Return the norm in the dtype of the gradients, at least float32; not finite if squares leave it."""
         norms = []
         for bucket in self.buckets:
             if bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
-                norm = _norm_by_dots(bucket)
+                norm = _two_norm_by_dots(bucket)
             else:
                 dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
                 norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, 2.0, dtype=dtype)))
@@ -173,16 +174,15 @@ class Gradients:
                 check_and_multiply_(bucket, torch.full_like(flag, factor), flag)
 
 
-def check_and_multiply_(bucket: Bucket, factor: Tensor | None, found_inf: Tensor) -> None:
-    """Set `found_inf` to 1.0 if an element is not finite; multiply in place by a factor, and else write nothing."""
+def check_and_multiply_(bucket: Bucket, factor: Tensor, found_inf: Tensor, is_one: bool = False) -> None:
+    """Set `found_inf` to 1.0 if an element is not finite, and multiply in place unless the factor `is_one`."""
     if bucket[0].dtype is torch.bfloat16 and bucket[0].device.type in _WITHOUT_BFLOAT16:
         if some := [each for each in bucket if each.numel()]:  # an empty tensor has no infinity norm
             largest = torch.stack(torch._foreach_norm(some, math.inf)).amax()
             found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(largest)).float()))
-        if factor is not None:
+        if not is_one:
             torch._foreach_mul_(bucket, factor)
-    else:
-        factor = torch.ones_like(found_inf) if factor is None else factor  # the kernel does not write by 1
+    else:  # this kernel does not write by 1
         torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
 
 
@@ -264,7 +264,7 @@ def _grads_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
         raise
 
 
-def _are_one_bucket(grads: list[Tensor]) -> bool:
+def _is_one_bucket(grads: list[Tensor]) -> bool:
     """Return whether all gradients are dense, real tensors of one device and dtype and no special type."""
     dtype, is_cpu, index = grads[0].dtype, grads[0].is_cpu, grads[0].get_device()
     if dtype.is_complex or dtype.itemsize < 2 or (index < 0 and not is_cpu):  # a device type without indices
@@ -280,11 +280,11 @@ def _are_one_bucket(grads: list[Tensor]) -> bool:
     return True
 
 
-def _writable(param: Tensor) -> Any:
+def _make_writable(param: Tensor) -> Any:
     """Return a parameter's gradient with values that can be changed in place; replace `.grad` if necessary."""
     grad: Any = param.grad
     if is_dtensor(grad):
-        param.grad = _without_partial_sums(grad)
+        param.grad = _reduce_partial_sums(grad)
     elif grad.is_conj():
         param.grad = grad.resolve_conj()
     elif grad.is_sparse and not grad.is_coalesced():
@@ -297,7 +297,7 @@ def _writable(param: Tensor) -> Any:
     return param.grad
 
 
-def _without_partial_sums(grad: Any) -> Any:
+def _reduce_partial_sums(grad: Any) -> Any:
     """Return a DTensor without partial sums, since each partial sum may be finite and the total infinite."""
     if not any(placement.is_partial() for placement in grad.placements):
         return grad
@@ -306,8 +306,8 @@ def _without_partial_sums(grad: Any) -> Any:
     return grad.redistribute(placements=[Replicate() if each.is_partial() else each for each in grad.placements])
 
 
-def _copies_of(layout: Any, groups: list[Any]) -> int:
-    """Return how often a sum over the groups, one after another, counts what lies on a mesh, or on none, so."""
+def _count_copies(layout: Any, groups: list[Any]) -> int:
+    """Return how often a sum over all groups counts a gradient with this layout, which is None without a mesh."""
     sharded = []
     if layout is not None:
         mesh, placements = layout
@@ -315,7 +315,7 @@ def _copies_of(layout: Any, groups: list[Any]) -> int:
     return math.prod(torch.distributed.get_world_size(group) for group in groups if group not in sharded)
 
 
-def _norm_by_dots(bucket: Bucket) -> Tensor:
+def _two_norm_by_dots(bucket: Bucket) -> Tensor:
     """Return the 2-norm by dot products, which read at memory speed on a CPU; small tensors are joined for one."""
     flat: list[Tensor] = []
     small: list[Tensor] = []
@@ -330,7 +330,7 @@ def _norm_by_dots(bucket: Bucket) -> Tensor:
     return (dots[0] if len(dots) == 1 else torch.stack(dots).sum()).sqrt()
 
 
-def _half_gradients(optimizers: Sequence[Optimizer]) -> str:
+def _float16_message(optimizers: Sequence[Optimizer]) -> str:
     """Return the message for float16 gradients: torch's own sentence, the parameters, and what to do."""
     named = [
         f"{names[i] if i < len(names) else f'parameter {i} of group {g}'} ({param.dtype}, shape {tuple(param.shape)})"

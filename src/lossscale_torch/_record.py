@@ -6,18 +6,24 @@ A flag is 0.0 if the step may be applied; 1.0, or NaN, skips it. A flag that the
 import functools
 import inspect
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from lossscale_core.adapters import shown
 from lossscale_torch._gradients import to_device
 
-READY, UNSCALED, STEPPED = OptState  # access to an enum's members by name is slow
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lossscale_torch.hooks import Hook
+
 SPIKE, VETO = "spike", "veto"
 """The names under which the flags of the guard and of other hooks are stored."""
 
@@ -33,9 +39,6 @@ class Kind(Enum):
     LEGACY = "the optimizer's `step` receives the scaler, as in torch's older contract, and decides"
 
 
-PLAIN, FUSED, LEGACY = Kind
-
-
 class OptimizerStep(dict[str, Any]):
     """The record of one optimizer between two updates.
 
@@ -46,9 +49,9 @@ class OptimizerStep(dict[str, Any]):
     optimizer: Optimizer = None  # type: ignore[assignment]
     """The optimizer; None only in a record that another package has put in the place of the scaler's."""
     kind: Kind | None = None
-    """How `step` steps the optimizer; None before."""
-    applied: bool | None = False
-    """Whether the optimizer was stepped; None if its kernel, or a subclass of the scaler, decides by the flags."""
+    """How `step` has called the optimizer; None before the call."""
+    applied: bool | None = None
+    """Whether the scaler decided to step the optimizer; None before, and if a kernel or a subclass decides."""
     norm: Tensor | None = None
     """The norm of the unscaled gradients: shape `()`; None if nothing has computed it.
 
@@ -58,15 +61,15 @@ class OptimizerStep(dict[str, Any]):
     """The divisor that clips, which is left to the kernel of a guarded optimizer."""
     has_divided: bool = False
     """Whether this rank has divided gradients; a rank without gradients may still take part in a decision."""
-    agreed: Sequence[Any] = ()
-    """The process groups over which a clip has combined the flags."""
+    combined_over: "Sequence[ProcessGroup]" = ()
+    """The groups of ranks over which a clip has combined the flags."""
     has_dropped: bool = False
     """Whether the divided gradients were set to None before another loss was scaled."""
     is_done: bool = False
     """Whether an earlier attempt of `attempts` has applied the step, so that this attempt leaves it alone."""
 
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
-        super().__init__(entries or {"stage": READY, "found_inf_per_device": {}})
+        super().__init__(entries or {"stage": OptState.READY, "found_inf_per_device": {}})
 
     @property
     def flags(self) -> dict[torch.device | str, Tensor]:
@@ -74,10 +77,42 @@ class OptimizerStep(dict[str, Any]):
         flags: dict[torch.device | str, Tensor] = self["found_inf_per_device"]
         return flags
 
+    def store_veto(self, veto: object, hook: "Hook") -> None:
+        """Store the answer of a hook, unless it allows the step, as a flag under the name of the hook.
+
+        Subclasses of other packages add up the flags, so that the veto must be one of them.
+        """
+        if veto is None or veto is False:
+            return
+        try:
+            flag = (veto if isinstance(veto, Tensor) else torch.tensor(veto)).float().reshape(())
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{type(hook).__name__}.before_step returned {shown(veto)}; return True, or a tensor of one element "
+                "that is not 0.0, to skip the step, and None or False to allow it"
+            ) from error
+        if (other := self.flags.get(hook.name)) is not None:
+            flag = combine([other, flag], other.device if flag.is_cpu else flag.device)
+        self.flags[hook.name] = flag
+
+    def is_allowed(self, device: torch.device) -> Tensor:
+        """Return whether no flag is set: a bool of shape `()` on `device`."""
+        return combine(self.flags.values(), device) == 0.0
+
     @property
     def may_have_moved(self) -> bool:
         """Whether the optimizer was stepped, or was called and decided by itself."""
-        return self.applied is not False
+        return self.kind is not None if self.applied is None else self.applied
+
+
+class OptimizerSteps(defaultdict[int, OptimizerStep]):
+    """The records of a scaler by the ids of the optimizers. Records of torch's form become an `OptimizerStep`."""
+
+    def __setitem__(self, key: int, record: dict[str, Any]) -> None:
+        super().__setitem__(key, record if isinstance(record, OptimizerStep) else OptimizerStep(record))
+
+    def __reduce__(self) -> Any:
+        return OptimizerSteps, (OptimizerStep,)  # a scaler is copied between its steps only
 
 
 class Decision(NamedTuple):
@@ -137,8 +172,8 @@ def kind_of(optimizer: Optimizer) -> Kind:
     """
     is_own = _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED)
     if not (is_own and getattr(optimizer, _FUSED)):
-        return PLAIN
-    return LEGACY if _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)) else FUSED
+        return Kind.PLAIN
+    return Kind.LEGACY if _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)) else Kind.FUSED
 
 
 @functools.lru_cache(maxsize=64)

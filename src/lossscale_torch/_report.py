@@ -30,17 +30,14 @@ def overflow_report(
     Raises:
         TypeError: `named_parameters` is not made of pairs of a name and a parameter.
     """
-    checked = [
-        (name, values_of(param.grad.detach()))
-        for name, param in pairs(named_parameters, "overflow_report")
-        if param.grad is not None
-    ]
-    bad = [
-        (name, at_least_float32(values).cpu().numpy())
-        for name, values in checked
-        if not bool(torch.isfinite(values).all())
-    ]
-    return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=len(checked))
+    bad, count = [], 0
+    for name, param in pairs(named_parameters, "overflow_report"):
+        if param.grad is not None:
+            count += 1
+            values = values_of(param.grad.detach())
+            if not bool(torch.isfinite(values).all()):
+                bad.append((name, at_least_float32(values).cpu().numpy()))
+    return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=count)
 
 
 def pairs(named_parameters: object, caller: str) -> Iterator[tuple[str, Tensor]]:
@@ -55,7 +52,7 @@ def pairs(named_parameters: object, caller: str) -> Iterator[tuple[str, Tensor]]
                 raise _refusal(f"an iterable of {type(pair).__name__}", caller)
 
 
-def _refusal(given: str, caller: str) -> TypeError:
+def _refusal(kind: str, caller: str) -> TypeError:
     return TypeError(
-        f"{caller} was given {given}; it takes pairs of a name and a parameter; pass model.named_parameters()"
+        f"{caller} was given {kind}; it takes pairs of a name and a parameter; pass model.named_parameters()"
     )

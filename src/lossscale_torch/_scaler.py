@@ -1,50 +1,34 @@
 """`GradScaler`: torch's scaler with any policy, the outcome of each step, and hooks.
 
-Each fact has one owner: torch's two tensors (`_scale`, `_growth_tracker`), torch's records of flags
-(`_per_optimizer_states`), and the policy.
+Each fact has one owner. `ScalerState` has the loss scale, the growth tracker and the counters; the record of an
+optimizer, an `OptimizerStep`, has its flags and its stage; `policy` is the rule.
 """
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import operator
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
+from torch.amp.grad_scaler import OptState
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lossscale_core import (
-    BaseScaling,
-    DynamicScaling,
-    NoScaling,
-    PolicyLike,
-    ScalingPolicy,
-    SpikeGuard,
-    diagnose,
-    metrics,
-)
+from lossscale_core import DynamicScaling, NoScaling, PolicyLike, ScalingPolicy, SpikeGuard, diagnose, metrics
 from lossscale_core.adapters import BAD_LOSS, check_setting, shown, tree, warn_caller
-from lossscale_core.errors import CallOrderError, PolicyError
-from lossscale_torch._checkpoint import DEFAULTS, as_setting, checked_scale, policy_of, restored, saved
+from lossscale_core.errors import CallOrderError
+from lossscale_torch._checkpoint import DEFAULTS, checked_scale, policy_of, policy_setting, restored, saved
 from lossscale_torch._clip import clip, total_norm
 from lossscale_torch._fused import step_fused
 from lossscale_torch._gradients import Gradients, at_least_float32, has_gradients, has_meshes, is_dtensor, to_device
 from lossscale_torch._record import (
-    FUSED,
-    LEGACY,
-    PLAIN,
-    READY,
-    STEPPED,
-    UNSCALED,
+    Kind,
     OptimizerStep,
-    combine,
-    decision_on_host,
+    OptimizerSteps,
     flags_of,
     kind_of,
     read_numbers,
@@ -70,23 +54,6 @@ _LEGACY_WARNING = (
 )
 Losses = TypeVar("Losses", bound=Tensor | list[Any] | tuple[Any, ...] | dict[Any, Any])
 Loss = TypeVar("Loss")
-
-
-def _setting(name: str) -> property:
-    """Return torch's attribute of a setting, which the policy owns."""
-
-    def read(self: "GradScaler") -> float:
-        value: float = getattr(BaseScaling.of(self.policy), name)
-        return value
-
-    def write(self: "GradScaler", value: float) -> None:
-        if "policy" not in vars(self):  # torch's constructor writes what the policy says
-            return
-        if name not in BaseScaling.of(self.policy).settings():
-            raise PolicyError(f"{self.policy!r} has no {name}; make the scaler with another policy")
-        self.policy = dataclasses.replace(self.policy, **{name: as_setting(name, value)})  # type: ignore[type-var]  # it has settings
-
-    return property(read, write)
 
 
 def _of_state(name: str) -> Any:
@@ -128,8 +95,8 @@ class GradScaler(torch.amp.GradScaler):
             scale and its counters stay.
         protect: The modules to protect: a skipped step leaves their buffers unchanged, such as BatchNorm's statistics.
         updates_per_step: How many calls of `update` end a step, for loops that make one after each of several
-            optimizers that share a loss, as Accelerate does; until the last, scale and records stay.
-        hooks: Objects of `lossscale_torch.hooks.Hook`, called at each step before those of the arguments above.
+            optimizers that share a loss, as Accelerate does; until the last of them, scale and records are kept.
+        hooks: Objects of `lossscale_torch.hooks.Hook`. Ranks that decide together must have the same hooks.
 
     Raises:
         PolicyError: For `policy` together with torch's settings, for settings that break a rule, and for two guards.
@@ -139,15 +106,15 @@ class GradScaler(torch.amp.GradScaler):
 
     last_step: StepInfo
     """The outcome of the last `update`, for code in which a framework calls `update`; before it, a step not applied."""
-    policy: ScalingPolicy
-    """The scaling policy, frozen; torch's setters replace it."""
+    _policy: ScalingPolicy
 
     # torch's attributes, which other packages read and write.
+    _per_optimizer_states = property(operator.attrgetter("_steps"), lambda self, records: self._use_records(records))
     _scale, _growth_tracker = _of_state("scale"), _of_state("tracker")
     _init_scale, _init_growth_tracker = _of_state("init_scale"), _of_state("init_tracker")
-    _growth_factor = _setting("growth_factor")
-    _backoff_factor = _setting("backoff_factor")
-    _growth_interval = _setting("growth_interval")
+    _growth_factor = policy_setting("growth_factor")
+    _backoff_factor = policy_setting("backoff_factor")
+    _growth_interval = policy_setting("growth_interval")
 
     def __init__(
         self,
@@ -167,22 +134,22 @@ class GradScaler(torch.amp.GradScaler):
         updates_per_step: int = 1,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        options = {"policy": policy, "guard": guard, "protect": protect, "hooks": hooks}
+        protects = isinstance(protect, Module) or bool(protect)  # a module may have a length of 0
+        options = {"policy": policy, "guard": guard, "protect": protects, "hooks": hooks}
         enabled = _can_be_enabled(device, enabled, [name for name, value in options.items() if value])
         torchs = dict(zip(DEFAULTS, (init_scale, growth_factor, backoff_factor, growth_interval), strict=True))
-        given = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
-        first = given.init_state()
-        self._state = ScalerState(first)
+        self._state = ScalerState(NoScaling().init_state())
         with contextlib.suppress(TypeError):  # of a factor that is not a number, which the policy names
             super().__init__(device, enabled=enabled, **(torchs if policy is None else {}))  # type: ignore[arg-type]
-        self.policy, self._follows_checkpoint = given, policy is None
-        self._state.load(first, given)
+        self._policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
+        self._follows_checkpoint = policy is None
+        self._state.load(self._policy.init_state(), self._policy)
         self._updates_per_step = check_setting("updates_per_step", updates_per_step)
-        self._has_warned = False  # of a step without a loss
+        self._loss_is_optional = False  # True after the warning about a step without a loss, and where none is scaled
         self._half_gradients = half_gradients
         self._hooks, self._guard = require_hooks(hooks, guard)
         self._needs_norm = self._guard is not None or any(hook.needs_norm for hook in self._hooks)
-        self._protect = Protect(protect) if protect and enabled else None
+        self._protect = Protect(protect) if protects and enabled else None
         self._ranks, self._watch = SameOnRanks(process_group, norm_group), Watch()
         self.last_step = StepInfo(False, self._init_scale, self._init_scale, 0)
         self._begin_step()
@@ -192,7 +159,20 @@ class GradScaler(torch.amp.GradScaler):
         self._updates = 0
         self._new_scale: float | Tensor | None = None  # for the end of this step
         self._losses: list[Tensor | None] = []  # those of this step, for the cause of an overflow
-        self._per_optimizer_states: defaultdict[int, OptimizerStep] = defaultdict(OptimizerStep)  # type: ignore[assignment]
+        self._steps = OptimizerSteps(OptimizerStep)
+
+    def _use_records(self, records: Mapping[int, dict[str, Any]]) -> None:
+        """Continue with records that another package has made."""
+        self._steps = OptimizerSteps(OptimizerStep)
+        for key, record in records.items():
+            self._steps[key] = record
+
+    def _follow(self, policy: ScalingPolicy) -> None:
+        self._policy = policy
+        self._state.follow(policy)
+
+    policy: ScalingPolicy = property(operator.attrgetter("_policy"), _follow)  # type: ignore[assignment]
+    """The scaling policy, frozen. Assign another one to replace it; torch's setters do so, too."""
 
     # A step, in the order of its calls.
 
@@ -257,23 +237,20 @@ class GradScaler(torch.amp.GradScaler):
         step.has_divided, step.has_dropped = bool(flags), False
         if groups and not flags:  # this rank takes part nevertheless
             flags = {scale.device: flag}
-        step["found_inf_per_device"], step["stage"] = flags, UNSCALED if flags else READY
+        step["found_inf_per_device"], step["stage"] = flags, OptState.UNSCALED if flags else OptState.READY
         if self._needs_norm and flags:
-            step.norm = total_norm([optimizer], self._state.one, groups, self._ranks.norm_group)
+            step.norm = total_norm(self, optimizer, groups)
 
     @not_compiled
     def unscale_and_clip_(
-        self,
-        optimizer: Optimizer | list[Any] | tuple[Any, ...],
-        max_norm: float,
-        norm_type: float = 2.0,
+        self, optimizer: Optimizer | list[Any] | tuple[Any, ...], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
         """Unscale an optimizer's gradients and clip their total norm, with one read and one multiply.
 
         Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The norm is that of all ranks, however the
         parameters lie on device meshes and beside them; every rank of a mesh must make this call. It takes a second
-        read for a norm that is not finite or tiny, and where float64 does not hold the powers of all gradients. If
-        `unscale_` was replaced it calls that and then clips; else an error leaves the gradients as they were.
+        read for a norm that is not finite or tiny, and where float64 does not hold the powers of all gradients. An
+        error leaves the gradients as they were, unless a subclass has replaced `unscale_`, which is then called first.
         Synchronises with the host once for an ordinary optimizer, and once more for a second read; for a fused one on
         a CUDA device not at all. A disabled scaler only clips.
 
@@ -311,71 +288,73 @@ class GradScaler(torch.amp.GradScaler):
             TypeError: For what is not an optimizer.
         """
         if not self._enabled:
-            self._step_of(optimizer)
+            self._steps[id(optimizer)].optimizer = optimizer
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         step = self._open(optimizer, "step")
         if step.is_done:
             return None
-        kind = step.kind = kind_of(optimizer)
+        kind = kind_of(optimizer)
 
         # Check the gradients. The kernel of a fused optimizer divides them itself.
-        if step["stage"] is READY and kind is not LEGACY:
-            if kind is PLAIN or self._needs_norm:
+        if step["stage"] is OptState.READY and kind is not Kind.LEGACY:
+            if kind is Kind.PLAIN or self._needs_norm:
                 self.unscale_(optimizer)
             else:
                 self._check_inf_per_device(optimizer)
 
         # Decide: this rank's hooks, then all ranks together, then the guard, which sees the norm of all ranks.
         for hook in self._hooks:
-            _store_veto(step, hook, hook.before_step(self, step))
+            step.store_veto(hook.before_step(self, step), hook)
         if self._has_ranks():
             self._ranks.before_step(self, step)
         if self._guard is not None:
-            _store_veto(step, self._guard, self._guard.before_step(self, step))
+            step.store_veto(self._guard.before_step(self, step), self._guard)
         if self._watch.is_new:
             self._watch.before_step(self, step)
 
         # Call the optimizer, or skip its step.
-        step.applied = None
-        if kind is PLAIN:
+        step.kind = kind
+        if kind is Kind.PLAIN:
             result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
         else:
             self._state.is_fused = True
-            if kind is FUSED:
+            if kind is Kind.FUSED:
                 result = step_fused(optimizer, step, self._scale, args, kwargs)
             else:
                 warn_caller(_LEGACY_WARNING, FutureWarning)
                 result = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
-        step["stage"] = STEPPED
-        for hook in self._hooks:
+        step["stage"] = OptState.STEPPED
+        for hook in [*self._hooks, self._guard] if self._guard is not None else self._hooks:
             hook.after_step(self, step)
         return result
 
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
-        decision = self._state.decision([optimizer_state], may_read=True)
-        optimizer_state.applied = applied = decision is not None and not (decision.overflowed or decision.vetoed)
-        return optimizer.step(*args, **kwargs) if applied else None
+        step = optimizer_state if isinstance(optimizer_state, OptimizerStep) else OptimizerStep(optimizer_state)
+        decision = self._state.decision([step], may_read=True)
+        step.applied = decision is not None and not (decision.overflowed or decision.vetoed)
+        return optimizer.step(*args, **kwargs) if step.applied else None
 
     def skip(self, optimizer: Optimizer) -> None:
         """Skip an optimizer's step for your own reasons; call it instead of `step`.
 
         `update` then ends the step: the record of the gradients is dropped, and `applied` is False. If `unscale_` has
-        checked the gradients, the loss scale follows this check; otherwise the step is not counted. Does not
-        synchronise. Raises `RuntimeError` after `step`.
+        checked the gradients, this check still moves the loss scale; otherwise the step is not counted. Ranks that
+        decide together must all skip the step. Does not synchronise. Raises `RuntimeError` after `step`.
         """
         step = self._open(optimizer, "skip")
         if not step.is_done:
-            step["stage"], step.applied = STEPPED, False
+            step["stage"], step.applied = OptState.STEPPED, False
 
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None, *, end_of_step: bool = False) -> StepInfo:  # type: ignore[override]  # torch's says None
         """Update the loss scale after the steps since the last update, and return their outcome.
 
-        After a fused optimizer on a device the fields of the result stay there until they are read, so this does not
-        synchronise. With an ordinary optimizer it waits at most once, after an overflow, to read the losses.
+        From the first step of a fused optimizer on a device on, the fields of the result stay there until they are
+        read, so that this does not synchronise. With an ordinary optimizer it waits at most once, after an overflow, to
+        read the losses.
 
         Args:
             new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element. One
@@ -395,42 +374,44 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return self._update_disabled(end_of_step)
-        state, steps, has_begun, may_read = self._state, self.optimizer_steps, False, False
+        state, steps, has_record, may_read = self._state, self._steps.values(), False, False
         for step in steps:
-            has_begun = has_begun or step["stage"] is not READY or bool(step["found_inf_per_device"])
-            may_read = may_read or step.kind is PLAIN
-        if state.scale is None and (new_scale is not None or not has_begun):
+            has_record = has_record or step["stage"] is not OptState.READY or bool(step["found_inf_per_device"])
+            may_read = may_read or step.kind is Kind.PLAIN
+        if state.scale is None and (new_scale is not None or not has_record):
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
             self._new_scale = checked_scale(new_scale, self._device, self.policy)
-        elif not has_begun:
+        elif not has_record:
             raise AssertionError("No inf checks were recorded prior to update.")
-        is_whole = end_of_step or not has_begun or self._updates + 1 >= self._updates_per_step
-        new_scale = self._new_scale if is_whole else None  # until the step is whole, the scale stays
+        ends_step = end_of_step or not has_record or self._updates + 1 >= self._updates_per_step
+        new_scale = self._new_scale if ends_step else None  # until the step is whole, the scale stays
 
         info = None
         try:
-            # Let the policy move the scale by the flags. What a graph captures with flags is left to the device.
+            # Let the policy move the scale by the flags. While a graph is captured, its flags are not read.
             decision = None
             if may_read or not is_capturing() or not any(step.flags or step.may_have_moved for step in steps):
                 decision = state.decision(steps, may_read)
             had_gradients = bool(flags_of(steps, vetoes=False)) if decision is None else decision.had_gradients
-            outcome = state.advance(self.policy, steps, decision, had_gradients and is_whole and new_scale is None)
+            outcome = state.advance(self.policy, steps, decision, had_gradients and ends_step and new_scale is None)
             applied, used, after, streak, overflowed, spiked = outcome
             if new_scale is not None:
                 after = state.change_scale(new_scale, self.policy)
 
             # Say for each optimizer, and for all of them, whether its step was applied.
             by_optimizer: dict[int, bool | Tensor] = {}
-            for key, step in self._per_optimizer_states.items():
-                if step["stage"] is STEPPED or (step["stage"] is UNSCALED and is_whole):
+            for key, step in self._steps.items():
+                if step["stage"] is OptState.STEPPED:
                     by_optimizer[key] = self._applied_by_flags(step, applied) if step.applied is None else step.applied
-                    if by_optimizer[key] is False:
-                        applied = False
+                elif step["stage"] is OptState.UNSCALED and ends_step:
+                    by_optimizer[key] = False
+                if by_optimizer.get(key) is False:
+                    applied = False
             info = StepInfo(applied, used, after, streak, overflowed, spiked, by_optimizer, had_gradients)
             self.last_step, self._updates = info, self._updates + 1
         finally:
-            if is_whole or info is None:
+            if ends_step or info is None:
                 self._end_step(info)
         return info
 
@@ -472,86 +453,75 @@ class GradScaler(torch.amp.GradScaler):
 
         return attempts(self, modules, retries, raise_at_end)
 
-    @property
     def optimizer_steps(self) -> list[OptimizerStep]:
-        """The records of the optimizers since the last update, in the order of their first calls.
+        """Return the records of the optimizers since the last update, in the order of their first calls.
 
         A hook reads here what is known of the other optimizers: their `optimizer` and their `flags`.
         """
-        records = self._per_optimizer_states
-        for key, record in records.items():
-            if type(record) is not OptimizerStep:  # another package has replaced it by torch's
-                records[key] = OptimizerStep(record)
-        return list(records.values())
+        return list(self._steps.values())
 
     # Parts of a step.
 
     def _note_loss(self, loss: Tensor) -> None:
         """Keep a loss that was scaled in this step, for the cause of an overflow, and note dropped gradients."""
         is_captured = is_capturing()
-        self._has_warned = self._has_warned or is_captured  # later steps may follow a replay
+        self._loss_is_optional = self._loss_is_optional or is_captured  # later steps may follow a replay
         if len(self._losses) < _MAX_LOSSES:
             kept = None
             if not (is_captured or is_dtensor(loss) or _are_functorch_transforms_active()):
                 # A view would keep the memory of its base.
                 kept = loss.detach().clone() if loss._is_view() else loss.detach()
             self._losses.append(kept)
-        if self._per_optimizer_states:
-            for step in self.optimizer_steps:
-                if step["stage"] is UNSCALED and step.has_divided and not has_gradients(step.optimizer):
-                    step.has_dropped = True
-
-    def _step_of(self, optimizer: Optimizer) -> OptimizerStep:
-        """Return the record of an optimizer; convert one that another package has replaced by torch's."""
-        step = self._per_optimizer_states[id(optimizer)]
-        if type(step) is not OptimizerStep:
-            step = self._per_optimizer_states[id(optimizer)] = OptimizerStep(step)
-        step.optimizer = optimizer
-        return step
+        for step in self._steps.values():
+            if step["stage"] is OptState.UNSCALED and step.has_divided and not has_gradients(step.optimizer):
+                step.has_dropped = True
 
     def _open(self, optimizer: Optimizer, caller: str) -> OptimizerStep:
         """Return the record of an optimizer; raise torch's errors if it was unscaled or stepped before."""
         if not hasattr(optimizer, "param_groups"):
             require_optimizer(optimizer, caller)
-        step = self._step_of(optimizer)
+        step = self._steps.get(id(optimizer))
+        if step is None:
+            step = self._steps.setdefault(id(optimizer), OptimizerStep())
+        step.optimizer = optimizer
         if step.is_done:
             return step
         if caller == "skip":
-            if self._enabled and step["stage"] is STEPPED:
+            if self._enabled and step["stage"] is OptState.STEPPED:
                 self._require_open(step, caller)
             return step
         if self._state.scale is None:
             self._check_scale_growth_tracker(caller)
-        if not (self._losses or self._has_warned or self.last_step.by_optimizer is None):
-            self._has_warned = True
+        if not (self._losses or self._loss_is_optional or self.last_step.by_optimizer is None):
+            self._loss_is_optional = True
             warn_caller(
                 "no loss was scaled since the last update(), so that gradients may be divided by a scale that their "
                 "loss was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called "
                 "after each of several optimizers that share a loss, make the scaler with updates_per_step=2, their "
-                "number",
+                "number"
             )
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
                 f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
                 "either the scaler or guarded(), which both skip bad steps"
             )
-        if step["stage"] is not READY:
+        if step["stage"] is not OptState.READY:
             self._require_open(step, caller)
         return step
 
     def _require_open(self, step: OptimizerStep, caller: str) -> None:
         """Raise an error if an optimizer cannot be unscaled or stepped any more."""
         unscales = caller.startswith("unscale_")
-        if step["stage"] is UNSCALED and unscales:
+        if step["stage"] is OptState.UNSCALED and unscales:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if step.has_dropped:
             raise CallOrderError(
                 f"{caller}() was given gradients that are still scaled: those that unscale_() divided were dropped, "
                 "and another loss was scaled since; end the first step by scaler.skip(optimizer) and scaler.update()"
             )
-        if step["stage"] is STEPPED:
-            what = "step() has already been called since the last update()."
-            what = "unscale_() is being called after step()." if unscales else what
+        if step["stage"] is OptState.STEPPED:
+            stepped = "step() has already been called since the last update()."
+            what = "unscale_() is being called after step()." if unscales else stepped
             if self._updates:
                 raise CallOrderError(
                     f"{what} Of updates_per_step={self._updates_per_step} calls of update(), {self._updates} came; "
@@ -562,14 +532,14 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
     ) -> dict[torch.device, Tensor]:
-        factor = None if inv_scale is self._state.one else inv_scale
-        return Gradients([optimizer], allow_fp16).check_and_multiply_(factor, found_inf)
+        gradients = Gradients([optimizer], allow_fp16)
+        return gradients.check_and_multiply_(inv_scale, found_inf, is_one=inv_scale is self._state.one)
 
-    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Tensor]:
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         """Check gradients that a kernel will divide."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         flags = self._unscale_grads_(optimizer, self._state.one, torch.zeros_like(self._state.one), True)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        self._steps[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
     def _unscales_as_torch(self) -> bool:
@@ -587,20 +557,20 @@ class GradScaler(torch.amp.GradScaler):
         return self._ranks.groups(optimizers, of_norm=of_norm) if self._has_ranks() else []
 
     def _applied_by_flags(self, step: OptimizerStep, applied_by_all: bool | Tensor) -> bool | Tensor:
-        """Return whether a kernel, or a subclass, has stepped an optimizer, which decide by its flags."""
-        decision = None if is_capturing() else decision_on_host([step])
+        """Return whether a kernel or a subclass has stepped an optimizer; it decides by the flags."""
+        decision = None if is_capturing() else self._state.decision([step], may_read=False)
         if decision is not None:
             return not (decision.overflowed or decision.vetoed)
-        if len(self._per_optimizer_states) == 1:
+        if len(self._steps) == 1:
             return applied_by_all
-        return combine(step.flags.values(), self._scale.device) == 0.0
+        return step.is_allowed(self._scale.device)
 
     def _update_disabled(self, end_of_step: bool) -> StepInfo:
         """Return the outcome of a step that only `skip`, or a guarded optimizer by itself, can have left out."""
         applied: dict[int, bool | Tensor] = {}
-        for key, step in self._per_optimizer_states.items():
+        for key, step in self._steps.items():
             last = getattr(step.optimizer, "last_step", None)  # of a guarded optimizer
-            is_skipped = step["stage"] is STEPPED
+            is_skipped = step["stage"] is OptState.STEPPED
             applied[key] = not is_skipped and (last.applied if isinstance(last, StepInfo) else True)
         all_applied = functools.reduce(operator.and_, applied.values(), True)
         self.last_step = StepInfo(all_applied, 1.0, 1.0, 0, by_optimizer=applied)
@@ -613,10 +583,8 @@ class GradScaler(torch.amp.GradScaler):
         """End a step, of which nothing is known if `info` is None: undo, log, drop it, and raise the first error."""
         errors = []
         try:
-            for hook in (self._protect, *self._hooks, self._guard, self._watch):
+            for hook in [self._protect, *self._saved_hooks()] if self._protect else self._saved_hooks():
                 try:
-                    if hook is None:
-                        continue
                     if info is not None:
                         hook.after_update(self, info)
                     else:
@@ -630,7 +598,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _abandon(self) -> None:
         """End a step that was left before its `update`, if there is one; hooks undo what they can."""
-        if self._per_optimizer_states or self._losses:
+        if self._steps or self._losses:
             self._end_step(None)
 
     def _are_losses_finite(self) -> bool:
@@ -646,8 +614,8 @@ class GradScaler(torch.amp.GradScaler):
         Call it where `scale` is never called: in a stage of a pipeline that receives its gradients from the last stage,
         or in a loop that multiplies its loss by `get_scale()` itself. The scaler then warns of no unscaled loss.
         """
-        self._has_warned = True
-        if self._enabled:
+        self._loss_is_optional = True
+        if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
@@ -744,8 +712,8 @@ class GradScaler(torch.amp.GradScaler):
             return
         policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
         with self._loading(state_dict, self._saved_hooks()):
-            self.policy = policy
             self._state.load(state, policy)
+            self.policy = policy
 
     def _saved_hooks(self) -> list[Hook]:
         return [*self._hooks, *([self._guard] if self._guard is not None else []), self._watch]
@@ -766,7 +734,7 @@ class GradScaler(torch.amp.GradScaler):
             raise
 
     def __repr__(self) -> str:
-        known = self._state.scale_on_host()
+        known = None if self._state.is_on_device() else self._state.scale_on_host()
         scale = f"on {self._scale.device}" if known is None else known
         return f"GradScaler(policy={self.policy!r}, loss_scale={scale}, enabled={self._enabled})"
 
@@ -776,27 +744,7 @@ class GradScaler(torch.amp.GradScaler):
             state.pop(name, None)
         names = ("_state", "_hooks", "_guard", "_protect", "_watch", "_ranks")
         own = copy.deepcopy({name: getattr(self, name) for name in names})
-        return {**state, **own, "_per_optimizer_states": defaultdict(OptimizerStep), "_losses": [], "_new_scale": None}
-
-
-def _store_veto(step: OptimizerStep, hook: Hook, veto: object) -> None:
-    """Store the answer of a hook, unless it allows the step, as a flag under the name of the hook.
-
-    Subclasses of other packages add up the flags, so that the veto must be one of them.
-    """
-    if veto is None or veto is False:
-        return
-    flags = step.flags
-    try:
-        flag = (veto if isinstance(veto, Tensor) else torch.tensor(veto)).float().reshape(())
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{type(hook).__name__}.before_step returned {shown(veto)}; return True, or a tensor of one element that "
-            "is not 0.0, to skip the step, and None or False to allow it"
-        ) from error
-    if (other := flags.get(hook.name)) is not None:
-        flag = combine([other, flag], other.device if flag.is_cpu else flag.device)
-    flags[hook.name] = flag
+        return {**state, **own, "_steps": OptimizerSteps(OptimizerStep), "_losses": [], "_new_scale": None}
 
 
 def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:

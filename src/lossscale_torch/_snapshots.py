@@ -1,8 +1,9 @@
 """Snapshots that are put back when a step is skipped or computed again: buffers of modules, and random states."""
 
+import math
 import operator
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,74 +12,28 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from lossscale_torch._gradients import to_buckets, to_device
+from lossscale_torch._gradients import to_device
 
 _SHAPE = operator.attrgetter("shape")
 
 
 class Buffers:
-    """Copies of the buffers under a module that can be written. Saving and putting back do not synchronise.
-
-    One object serves many steps: the modules are searched again only if a module or a buffer was added, removed or
-    replaced since.
-    """
-
-    def __init__(self, root: Module) -> None:
-        self._root = root
-        self._modules: list[tuple[Module, list[Module | None], list[Any]]] = []
-        """Each module under the root, its children, and the names and ids of its buffers."""
-        self._entries: list[tuple[Module, str, Tensor, Tensor]] = []
-        """A module, the name of a buffer, the buffer, and its copy."""
-        self._absent: list[tuple[Module, str]] = []
-        """The buffers that are None, as those that a first forward pass makes."""
-        self._joined: list[tuple[list[Tensor], list[Tensor], list[torch.Size]]] = []
-        """Buffers of one device and dtype, their copies, which lie one after another in memory, and the shapes."""
-        self._others: list[tuple[Tensor, Tensor]] = []
-        """Buffers of other types, such as those on a mesh, and their copies."""
+    """Copies of the buffers under a module that can be written. Copying and putting back do not synchronise."""
 
     @torch.no_grad()
-    def save(self) -> None:
-        """Copy the buffers, in one call for each device and dtype."""
-        if not self._is_current():
-            self._collect()
-        for buffers, copies, _ in self._joined:
-            torch._foreach_copy_(copies, buffers)
-        for buffer, copy in self._others:
-            copy.copy_(buffer)
-
-    def _is_current(self) -> bool:
-        """Return whether the modules and the buffers are those of the last search."""
-        for module, children, buffers in self._modules:
-            if [*module._modules.values()] != children:
-                return False
-            if (module._buffers or buffers) and _names_and_ids(module) != buffers:
-                return False
-        return bool(self._modules) and all([*map(_SHAPE, buffers)] == shapes for buffers, _, shapes in self._joined)
-
-    def _collect(self) -> None:
-        """Search the modules, and make room for the copies."""
-        modules = [*self._root.modules()]
-        found = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
-        writable = {buffer: buffer for *_, buffer in found if buffer is not None and _can_be_written(buffer)}
-        self._joined, self._others = [], []
-        for bucket in to_buckets(buffer for buffer in writable if type(buffer) is Tensor):
-            sizes = [buffer.numel() for buffer in bucket]
-            memory = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
-            shapes = [buffer.shape for buffer in bucket]
-            copies = [part.view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
-            self._joined.append((bucket, copies, shapes))
-            writable |= zip(bucket, copies, strict=True)
-        for buffer in writable:
-            if type(buffer) is not Tensor:
-                writable[buffer] = buffer.clone()
-                self._others.append((buffer, writable[buffer]))
-        self._entries = [
-            (module, name, buffer, writable[buffer])
-            for module, name, buffer in found
-            if buffer is not None and buffer in writable
-        ]
-        self._absent = [(module, name) for module, name, buffer in found if buffer is None]
-        self._modules = [(module, [*module._modules.values()], _names_and_ids(module)) for module in modules]
+    def __init__(self, root: Module) -> None:
+        self._absent: list[tuple[Module, str]] = []
+        """The buffers that are None, as those that a first forward pass makes."""
+        by_kind: dict[Any, list[tuple[Module, str, Tensor]]] = {}
+        for module in _modules(root):
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    self._absent.append((module, name))
+                elif _can_be_written(buffer):
+                    # Plain tensors of one device and dtype are joined; others, as those on a mesh, are copied alone.
+                    kind = (buffer.device, buffer.dtype) if type(buffer) is Tensor else id(buffer)
+                    by_kind.setdefault(kind, []).append((module, name, buffer))
+        self._saved = [_Saved(entries) for entries in by_kind.values()]
 
     @torch.no_grad()
     def put_back(self, is_applied: bool | Tensor = False, *, with_caches: bool = True) -> None:
@@ -88,44 +43,72 @@ class Buffers:
         """
         if is_applied is True:
             return
-        selected: list[tuple[Tensor, Tensor]] = []
-        for module, name, buffer, before in self._entries:
+        for saved in self._saved:
+            saved.put_back(is_applied, with_caches)
+        if is_applied is False:
+            for module, name in self._absent:  # made by the first forward pass
+                if name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = None
+
+
+class _Saved:
+    """Copies of plain buffers of one device and dtype, one after another in memory, or of one other buffer."""
+
+    def __init__(self, entries: list[tuple[Module, str, Tensor]]) -> None:
+        self.entries, buffers = entries, [buffer for *_, buffer in entries]
+        self.shapes = [*map(_SHAPE, buffers)]
+        self.joined = _join(buffers) if type(buffers[0]) is Tensor else None
+        self.copies = [] if self.joined is not None else [buffer.clone() for buffer in buffers]
+
+    def put_back(self, is_applied: bool | Tensor, with_caches: bool) -> None:
+        """Write the copies into the buffers, unless the flag is true."""
+        copies = self.copies if self.joined is None else _split(self.joined, self.shapes)
+        changed = []
+        for (module, name, buffer), before in zip(self.entries, copies, strict=True):
             now: Any = buffer if with_caches else module._buffers.get(name)  # scripted modules have no get
             if now is not buffer and _is_cache(module, name, now, buffer):
                 continue
             is_resized = now is buffer and now.shape != before.shape  # as torch.ao's observers do at first
             if isinstance(is_applied, Tensor):
                 if not is_resized:
-                    selected.append((now, before))
+                    changed.append((now, before))
                 continue
             module._buffers[name] = buffer
             if is_resized:
                 buffer.data = torch.empty_like(before)
             buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
-        if isinstance(is_applied, Tensor):
-            _select(is_applied, dict(selected))
-            return
-        for module, name in self._absent:  # made by the first forward pass
-            if name not in module._non_persistent_buffers_set:
-                module._buffers[name] = None
+        if isinstance(is_applied, Tensor) and changed:
+            buffers, befores = zip(*changed, strict=True)
+            is_there = to_device(is_applied, buffers[0].device)
+            if self.joined is None:
+                buffers[0].data.copy_(torch.where(is_there, buffers[0], befores[0]))
+            else:  # one select for all
+                chosen = torch.where(is_there, _join(buffers), _join(befores))
+                torch._foreach_copy_([buffer.data for buffer in buffers], _split(chosen, [*map(_SHAPE, buffers)]))
 
 
-def _select(is_applied: Tensor, copies: dict[Tensor, Tensor]) -> None:
-    """Write copies into their buffers unless a flag on a device is true, with one select for each device and dtype."""
-    for bucket in to_buckets(buffer for buffer in copies if type(buffer) is Tensor):
-        sizes = [buffer.numel() for buffer in bucket]
-        now = torch.cat([buffer.reshape(-1) for buffer in bucket])
-        before = torch.cat([copies[buffer].reshape(-1) for buffer in bucket])
-        chosen = torch.where(to_device(is_applied, now.device), now, before).split(sizes)
-        parts = [part.view(buffer.shape) for part, buffer in zip(chosen, bucket, strict=True)]
-        torch._foreach_copy_([buffer.data for buffer in bucket], parts)
-    for buffer, before in copies.items():
-        if type(buffer) is not Tensor:
-            buffer.data.copy_(torch.where(to_device(is_applied, buffer.device), buffer, before))
+def _modules(root: Module) -> Iterator[Module]:
+    """Yield each module once, as `root.modules()` does in three times the time."""
+    waiting: list[Module | None] = [root]
+    seen: set[Module | None] = {None}
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in seen:
+            seen.add(module)
+            yield module
+            waiting += module._modules.values()
 
 
-def _names_and_ids(module: Module) -> list[Any]:
-    return [*module._buffers.keys(), *map(id, module._buffers.values())]
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors one after another, in new memory."""
+    if all([tensor.dim() == 0 for tensor in tensors]):  # noqa: C419  # a generator takes twice as long
+        return torch.stack([*tensors])
+    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
+
+
+def _split(joined: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    parts = joined.split([*map(math.prod, shapes)])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def random_states() -> Callable[[], None]:
@@ -154,6 +137,8 @@ def _used_devices() -> Iterable[tuple[Any, int]]:
 def _can_be_written(buffer: Tensor) -> bool:
     if is_lazy(buffer) or buffer.layout is not torch.strided or buffer.is_inference() or buffer.is_quantized:
         return False
+    if buffer.is_contiguous():
+        return True
     strides = buffer.stride()  # one of 0 repeats the elements of an expanded tensor
     return 0 not in strides or all(n or size <= 1 for n, size in zip(strides, buffer.shape, strict=True))
 

@@ -6,7 +6,7 @@ The state moves to the device when a fused optimizer has stepped there, since th
 import contextlib
 import functools
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,16 +39,14 @@ class ScalerState:
     is_fused = False
     """Whether a kernel has decided about a step, or may do so in a captured graph."""
     _scale: Any = None
-    _tracker: Any = None
+    tracker: Any = None
     _known_scale: tuple[int, float] | None = None
     """The version of the scale's tensor that the host knows, and its number."""
-    _count: Any = None
-    """The memory of a tracker on the host, as a NumPy array of shape `()`, which is read and written faster."""
 
     def __init__(self, state: ScaleState) -> None:
         self.init_scale, self.init_tracker = state[0].item(), state[1].item()
         self.fields: ScaleState | DeviceFields = state
-        """The policy's state as host scalars, of which torch's tensors replace the first two; or the other fields."""
+        """The policy's state on the host, in which torch's tensors replace two fields; or the fields on a device."""
 
     def _replace_scale(self, tensor: Tensor | None) -> None:
         if tensor is not None:
@@ -56,12 +54,7 @@ class ScalerState:
             self.one, self._known_scale = torch.ones_like(tensor), None
         self._scale = tensor  # last, since Ctrl-C may come before
 
-    def _replace_tracker(self, tensor: Tensor | None) -> None:
-        self._count = tensor.numpy() if tensor is not None and tensor.is_cpu else None
-        self._tracker = tensor
-
     scale = property(operator.attrgetter("_scale"), _replace_scale)
-    tracker = property(operator.attrgetter("_tracker"), _replace_tracker)
 
     def place(self, device: torch.device | str) -> None:
         """Make the loss scale on a device, and the tracker on the host."""
@@ -70,20 +63,30 @@ class ScalerState:
             self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         self._remember_scale(self.init_scale)
 
+    def follow(self, policy: ScalingPolicy) -> None:
+        """Continue with another policy."""
+        if isinstance(self.fields, DeviceFields):
+            self.fields.follow(policy, self.tracker)
+
     def load(self, state: ScaleState, policy: ScalingPolicy) -> None:
         """Continue with other numbers, in the tensors that exist. A graph that is being captured does not repeat it."""
-        self.init_scale, self.init_tracker = state[0].item(), state[1].item()
+        scale, tracker = state[0].item(), state[1].item()
         if self.scale is not None:
             with outside_graph(self.scale.device):
-                self.scale.fill_(self.init_scale)
-                self.tracker.fill_(self.init_tracker)
-            self._remember_scale(self.init_scale)
+                self.scale.fill_(scale)
+                self.tracker.fill_(tracker)
+            self._remember_scale(scale)
+        self.init_scale, self.init_tracker = scale, tracker
         if isinstance(self.fields, DeviceFields):
             self.fields.load(state, policy, self.tracker)
         else:
             self.fields = state
 
     # Read the state.
+
+    def is_on_device(self) -> bool:
+        """Return whether a device has the state, so that the host does not know what a replay of a graph writes."""
+        return isinstance(self.fields, DeviceFields)
 
     def scale_on_host(self) -> float | None:
         """Return the loss scale, or None if the host does not know it."""
@@ -117,7 +120,7 @@ class ScalerState:
     def read(self, steps: Collection[OptimizerStep], *numbers: Tensor) -> list[float]:
         """Wait once for the flags of steps, for the scale and for other numbers, and return these numbers.
 
-        The flags in the steps are then tensors on the CPU. A state that only an unfinished step has put on the device
+        The flags in the steps are then tensors on the CPU. If no fused optimizer has stepped, a state on the device
         comes back to the host.
         """
         tensors = [*numbers, self.scale]
@@ -159,22 +162,25 @@ class ScalerState:
         if decision is None or isinstance(before, DeviceFields) or scale is None:
             return self._advance_on_device(policy, steps, is_counted)
         _, overflowed, vetoed, spiked = decision
-        if self.tracker is not None and self._count is None:
-            self.tracker = self.tracker.cpu()  # from now on the host counts
-        count = self._count
-        if count is not None and (before[0] != scale or before[1] != count[()]):  # other code has written to them
-            before = type(before)(np.float32(scale), count[()], *before[2:])
+        tracker, count = self.tracker, before[1]
+        if tracker is not None:
+            if not tracker.is_cpu:
+                self.tracker = tracker = tracker.cpu()  # from now on the host counts
+            count = tracker.item()
+        if before[0] != scale or before[1] != count:  # other code has written to torch's tensors
+            before = type(before)(np.float32(scale), np.int32(count), *before[2:])
         after = policy.update(before, not overflowed) if is_counted and (overflowed or not vetoed) else before
         self.fields, after_scale = after, float(after[0])
         if after[1] is not before[1]:
-            count[()] = after[1]
+            tracker.fill_(after[1].item())
         if after_scale != scale:
             self._write_scale(after_scale)
-        return not (overflowed or vetoed), scale, after_scale, int(after[5]), overflowed, spiked
+        return not (overflowed or vetoed), scale, after_scale, int(after.overflow_streak), overflowed, spiked
 
     def _advance_on_device(self, policy: ScalingPolicy, steps: Collection[OptimizerStep], is_counted: bool) -> Outcome:
         if not isinstance(self.fields, DeviceFields):
-            self.tracker = to_device(self.tracker, self.scale.device)
+            with outside_graph(self.scale.device):
+                self.tracker = to_device(self.tracker, self.scale.device)
             self.fields = DeviceFields(self.fields, policy, self.tracker)
         self.fields.is_captured |= self.is_fused and is_capturing()
         return self.fields.advance(policy, self.scale, self.tracker, steps, is_counted)
@@ -204,7 +210,7 @@ class ScalerState:
 class DeviceFields:
     """The fields of a policy's state beside torch's two tensors, in memory on a device that graphs read and write.
 
-    Making this object, and loading numbers into it, are not part of a graph that is being captured.
+    Making this object, loading numbers and following another policy are not part of a graph that is being captured.
     """
 
     is_captured = False
@@ -212,44 +218,56 @@ class DeviceFields:
 
     def __init__(self, state: ScaleState, policy: ScalingPolicy, tracker: Tensor) -> None:
         self._like, self.device = state, tracker.device
-        self._is_count = [value.dtype.kind != "f" for value in state[2:]]
+        """A state on the host with the same fields."""
+        self._fields: list[Tensor] = []
         with outside_graph(self.device):
-            self.counts = torch.zeros(sum(self._is_count), dtype=torch.int64, device=self.device)
-            floats = torch.zeros(len(state), dtype=torch.float32, device=self.device).unbind()
-            counts = iter(self.counts.unbind())
-            self._fields = [next(counts) if each else floats[i] for i, each in enumerate(self._is_count)]
-            self._moves = torch.zeros((3, 2, len(self.counts)), dtype=torch.int64, device=self.device).unbind()
-            self._not_and_same = torch.tensor([True, False]).to(self.device)
+            self._true_false = torch.tensor([True, False]).to(self.device)
         self.load(state, policy, tracker)
 
     def load(self, state: ScaleState, policy: ScalingPolicy, tracker: Tensor) -> None:
         """Write the numbers of another state."""
+        rest = state[2:]
         with outside_graph(self.device):
-            for field, value in zip(self._fields, state[2:], strict=True):
+            if not (self.is_captured and self._fields) or self._like._fields != state._fields:
+                # New memory, since the outcome of the last step may share the old one.
+                is_count = [value.dtype.kind != "f" for value in rest]
+                self.counts = torch.zeros(sum(is_count), dtype=torch.int64, device=self.device)
+                floats = torch.zeros(len(rest), dtype=torch.float32, device=self.device).unbind()
+                counts = iter(self.counts.unbind())
+                self._fields = [next(counts) if each else floats[i] for i, each in enumerate(is_count)]
+            for field, value in zip(self._fields, rest, strict=True):
                 field.fill_(value.item())
+        self._like, self._streak = state, state._fields.index("overflow_streak") - 2
         # A state that tolerates more overflows, or a full counter, is not moved by a sum and a product.
-        self._is_usual = state.hysteresis_tracker <= 1 and all(value < _LARGEST_COUNT // 2 for value in state[2:])
-        self._follow(policy, tracker)
+        self._is_usual = state.hysteresis_tracker <= 1 and all(value < _LARGEST_COUNT // 2 for value in rest)
+        self.follow(policy, tracker)
 
-    def _follow(self, policy: ScalingPolicy, tracker: Tensor) -> None:
-        """Make the tables of a policy."""
+    def follow(self, policy: ScalingPolicy, tracker: Tensor) -> None:
+        """Make the table by which a policy moves the counts, if torch's kernel can move the scale."""
         self._after: tuple[Tensor, int] | None = None
         """A copy of the loss scale after the last step, and the version of torch's tensor at that time."""
-        self._policy, self._rule = policy, _torchs_rule(policy, self.device) if self._is_usual else None
-        """The policy, and the same policy if torch's kernel follows it."""
+        self._rule = _torchs_rule(policy, self.device) if self._is_usual else None
+        self._is_usual = self._rule is not None  # another policy may leave a state that is not
         if self._rule is not None:
             with outside_graph(self.device):
                 tracker.clamp_(max=self._rule.growth_interval - 1)  # the kernel compares the two with ==
-                for tensor, numbers in zip(self._moves, _moves(self._rule), strict=True):
-                    tensor.copy_(torch.from_numpy(numbers))
+                self._moves = torch.from_numpy(_moves(self._rule)).to(self.device).unbind()
+                """What an overflow, a finite step and a vetoed step add to the counts, and multiply them by."""
 
     def on_host(self, scale: Tensor, tracker: Tensor) -> ScaleState:
         """Return the state as host scalars. Waits for the device, once for floats and once for counts."""
-        is_count = [False, True, *self._is_count]
-        floats = [scale, *(field for field in self._fields if field.dtype is torch.float32)]
+        tensors = [scale, tracker, *self._fields]
+        floats = torch.stack([tensor for tensor in tensors if tensor.dtype is torch.float32])
         counts = torch.cat([tracker.long().reshape(1), self.counts]).clamp(max=_LARGEST_COUNT)
-        numbers = {False: iter(torch.stack(floats).cpu().tolist()), True: iter(counts.cpu().tolist())}
-        return type(self._like)(*((np.float32, np.int32)[each](next(numbers[each])) for each in is_count))
+        numbers = {True: iter(floats.cpu().tolist()), False: iter(counts.cpu().tolist())}
+        values = [next(numbers[tensor.dtype is torch.float32]) for tensor in tensors]
+        return type(self._like)(*(type(like)(value) for like, value in zip(self._like, values, strict=True)))
+
+    def with_numbers(self, counts: Sequence[float], scale: float = 1.0, tracker: float = 0.0) -> ScaleState:
+        """Return the state as host scalars, with numbers that were copied to the host."""
+        numbers = iter(counts)
+        rest = [like if like.dtype.kind == "f" else type(like)(next(numbers)) for like in self._like[2:]]
+        return type(self._like)(np.float32(scale), np.int32(tracker), *rest)
 
     def copies(self, scale: Tensor, tracker: Tensor) -> ScaleState:
         """Return the state in new tensors, float32 and int32. Does not synchronise."""
@@ -261,10 +279,9 @@ class DeviceFields:
         self, policy: ScalingPolicy, scale: Tensor, tracker: Tensor, steps: Collection[OptimizerStep], is_counted: bool
     ) -> Outcome:
         """Update the state in place, and return the outcome. Does not synchronise."""
-        if policy is not self._policy:  # a setter has replaced it
-            self._follow(policy, tracker)
         overflow = combine(flags_of(steps, vetoes=False), self.device)
-        is_good, is_bad = torch.logical_xor(overflow, self._not_and_same).unbind()  # NaN is not 0.0, either
+        # NaN is not 0.0, so that it counts as an overflow, too.
+        is_good, is_bad = torch.logical_xor(overflow, self._true_false).unbind()
         vetoes = flags_of(steps, vetoes=True)
         vetoed = torch.logical_and(is_good, combine(vetoes, self.device)) if vetoes else None
         used = self._after[0] if self._after is not None and self._after[1] == scale._version else scale.clone()
@@ -278,7 +295,11 @@ class DeviceFields:
             torch._amp_update_scale_(scale, tracker, overflow, *factors, rule.growth_interval)
             scale.clamp_(rule.min_scale, rule.max_scale)
             plus, times = moves.unbind()
-            torch.addcmul(plus, self.counts, times, out=self.counts)
+            if self.is_captured:  # a replay writes to the same memory
+                torch.addcmul(plus, self.counts, times, out=self.counts)
+            else:
+                self.counts = torch.addcmul(plus, self.counts, times)
+                self._fields = [*self.counts.unbind()]
         elif is_counted:
             before = type(self._like)(scale, tracker, *self._fields)
             after = [*policy.update(before, is_good, xp=torch)]
@@ -287,7 +308,8 @@ class DeviceFields:
             torch._foreach_copy_([*before], after)
         scale_after = scale.clone() if is_counted else used
         self._after = None if self.is_captured else (scale_after, scale._version)
-        streak = self._fields[3].clone()
+        is_new = is_counted and self._rule is not None and not self.is_captured
+        streak = self._fields[self._streak] if is_new else self._fields[self._streak].clone()
         if vetoed is None:
             return is_good, used, scale_after, streak, is_bad, False
         spikes = [step.flags[SPIKE] for step in steps if SPIKE in step.flags]

@@ -15,6 +15,7 @@ from lossscale_torch._gradients import (
     to_device,
     values_of,
 )
+from lossscale_torch._record import combine
 
 Tree = TypeVar("Tree")
 """A tensor, a number, or a nested structure of them, which is returned with the same structure."""
@@ -77,16 +78,16 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     Returns:
         A bool tensor of shape `()`; True without gradients.
     """
-    local = [
-        _readable(values_of(_as_tensor(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf, "all_finite(grads)")
-    ]
-    device = local[0].device if local else None
-    found = torch.zeros((), dtype=torch.float32, device=device)
-    for bucket in to_buckets(local):
-        flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
-        check_and_multiply_(bucket, None, flag)
-        found = torch.maximum(found, to_device(flag, found.device))
-    return reduce_max(found, [process_group] if process_group is not None else []) == 0
+    leaves = [_as_tensor(leaf) for leaf in tree.leaves(grads) if is_gradient(leaf, "all_finite(grads)")]
+    device = leaves[0].device if leaves else torch.empty(()).device
+    flags = []
+    # The kernel could also write to the values, though it is not asked to: it takes no float8, and no expanded tensor.
+    values = [at_least_float32(each) if each.dtype.itemsize < 2 else each for each in map(values_of, leaves)]
+    for bucket in to_buckets(map(Tensor.contiguous, values)):
+        flags.append(torch.zeros((), dtype=torch.float32, device=bucket[0].device))
+        check_and_multiply_(bucket, torch.ones_like(flags[-1]), flags[-1], is_one=True)
+    overflow = combine(flags, device)
+    return reduce_max(overflow, [process_group] if process_group is not None else []) == 0
 
 
 def unscale(grads: Tree, state: HasLossScale) -> Tree:
@@ -150,10 +151,8 @@ def is_gradient(leaf: Any, call: str) -> bool:
     """Return whether `leaf` is a tensor of floats; raise `TypeError` unless it is a tensor, a number or None."""
     if isinstance(leaf, Tensor):
         return leaf.is_floating_point() or leaf.is_complex()
-    if leaf is None or isinstance(leaf, (bool, int)):
-        return False
-    if isinstance(leaf, (float, complex)):
-        return True
+    if leaf is None or isinstance(leaf, (int, float, complex)):
+        return isinstance(leaf, (float, complex))
     raise TypeError(
         f"{shown(leaf)} is not a tensor; call {call} with tensors, numbers or None, in dicts, lists and tuples"
     )
@@ -163,18 +162,11 @@ def _as_tensor(leaf: Any) -> Tensor:
     """Return a tensor as it is, and a Python number in float32, complex64 or int64 under any default dtype."""
     if isinstance(leaf, Tensor):
         return leaf
-    if isinstance(leaf, float):
-        return torch.tensor(leaf, dtype=torch.float32)
+    dtype = torch.float32 if isinstance(leaf, float) else torch.complex64 if isinstance(leaf, complex) else None
     try:
-        return torch.tensor(leaf, dtype=torch.complex64 if isinstance(leaf, complex) else None)
+        return torch.tensor(leaf, dtype=dtype)
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{shown(leaf)} is not a number; pass the loss that the model computes, a tensor") from error
-
-
-def _readable(values: Tensor) -> Tensor:
-    """Return values for a kernel that can also write to them, though it is not asked to."""
-    values = at_least_float32(values) if values.dtype.itemsize < 2 else values
-    return values.contiguous()
 
 
 def _on_device_of(loss_scale: Any, tensor: Tensor) -> Any:

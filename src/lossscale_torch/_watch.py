@@ -12,7 +12,7 @@ from lossscale_core.adapters import BAD_LOSS, check_overflow_streak, log_event, 
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import params_of
 from lossscale_torch._record import OptimizerStep
-from lossscale_torch._state import is_capturing
+from lossscale_torch._state import DeviceFields, is_capturing
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch.hooks import Hook
 
@@ -90,10 +90,10 @@ class Watch(Hook):
         if self.without_gradients == _MANY_UPDATES:
             log_event("no_gradients", _NO_GRADIENTS)
         if has_stepped and scaler._losses:
-            _warn_of_gradient_hooks(scaler.optimizer_steps)
+            _warn_of_gradient_hooks(scaler.optimizer_steps())
         if isinstance(info.applied, Tensor):
-            if not is_capturing():
-                self._look_late(scaler)
+            if not is_capturing() and isinstance(scaler._state.fields, DeviceFields):
+                self._look_late(scaler, scaler._state.fields)
             return
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         if self._left > 0 and limit is None:
@@ -105,25 +105,26 @@ class Watch(Hook):
             self._left = CHECK_EVERY
             self.log(scaler.policy, on_host)
 
-    def _look_late(self, scaler: "GradScaler") -> None:
+    def _look_late(self, scaler: "GradScaler", fields: DeviceFields) -> None:
         """Log a state that has arrived from the device, and copy the present one if it is time."""
         if self._late is not None:
             numbers = self._late.numbers()
             if numbers is None:
                 return
-            self._late, like = None, scaler.policy.init_state()
-            state = like._make(type(field)(number) for field, number in zip(like, numbers, strict=False))
-            self._log_late(scaler, state, spikes=int(sum(numbers[len(like) :])))
+            self._late = None
+            self._log_late(scaler, fields, numbers)
         if scaler._scale.device.type in LateCopy.DEVICES and self._is_time():
             self._left = CHECK_EVERY
-            guard = scaler._guard.first() if scaler._guard is not None else None
-            self._late = LateCopy([*scaler._state.copies(), *([guard.spikes] if guard is not None else [])])
+            self._late = LateCopy(self._late_tensors(scaler, fields))
 
     def _is_time(self) -> bool:
         return self._left <= 0
 
-    def _log_late(self, scaler: "GradScaler", state: ScaleState, spikes: int) -> None:
-        self.log(scaler.policy, state)
+    def _late_tensors(self, scaler: "GradScaler", fields: DeviceFields) -> list[Tensor]:
+        return [fields.counts, scaler._scale, scaler._growth_tracker]
+
+    def _log_late(self, scaler: "GradScaler", fields: DeviceFields, numbers: list[float]) -> None:
+        self.log(scaler.policy, fields.with_numbers(numbers[:-2], *numbers[-2:]))
 
     def log(self, policy: ScalingPolicy, state: State) -> State:
         """Log the events of a state on the host that counts the attempts of a step as one, and return this state."""
@@ -139,7 +140,7 @@ class Watch(Hook):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Leave out the attempts of the saved run, which this scaler continues."""
-        self.is_new = False
+        self.is_new, self._late = False, None
         retries = state_dict.get("retries")
         self.retries = retries if type(retries) is int and retries > 0 else 0
 
@@ -148,13 +149,13 @@ class Watch(Hook):
 
 
 class LateCopy:
-    """Numbers of shape `()` on their way from a device; the host does not wait for them."""
+    """Numbers on their way from a device; the host does not wait for them."""
 
     DEVICES = ("cuda", "xpu")
     """The devices that copy to pinned memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._copies = [torch.empty((), dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
         for copy, tensor in zip(self._copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         self._event = torch.Event(tensors[0].device)
@@ -162,7 +163,9 @@ class LateCopy:
 
     def numbers(self) -> list[float] | None:
         """Return the numbers if they have arrived."""
-        return [copy.item() for copy in self._copies] if self._event.query() else None
+        return (
+            [number for copy in self._copies for number in copy.reshape(-1).tolist()] if self._event.query() else None
+        )
 
 
 def _warn_of_gradient_hooks(steps: Iterable[OptimizerStep]) -> None:

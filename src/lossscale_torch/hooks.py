@@ -1,12 +1,12 @@
 """Hooks: objects that see each step of an optimizer, can refuse it, and see the outcome.
 
-`GradScaler(hooks=[...])` takes hooks of your own; `guard=`, `protect=` and `process_group=` each add one of these.
+`GradScaler(hooks=[...])` takes hooks of your own. `guard=`, `protect=` and `process_group=` use those of this module.
 """
 
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from lossscale_core.adapters import (
 )
 from lossscale_core.errors import PolicyError, SyncError
 from lossscale_torch._gradients import has_meshes, is_dtensor, params_of, reduce_max, to_device
-from lossscale_torch._record import PLAIN, SPIKE, VETO, OptimizerStep, combine, flags_of, read_numbers
+from lossscale_torch._record import SPIKE, VETO, Kind, OptimizerStep, combine, flags_of, kind_of, read_numbers
 from lossscale_torch._snapshots import Buffers
 from lossscale_torch._state import is_capturing, outside_graph
 from lossscale_torch._step_info import StepInfo
@@ -46,7 +46,7 @@ class Hook:
 
     A hook receives the record of one optimizer, an `OptimizerStep`: `step.optimizer`, and `step.flags`, which has a
     flag for each device, float32 of shape `()`, that is 0.0 if the gradients there are finite.
-    `scaler.optimizer_steps` lists the records of all optimizers since the last update.
+    `scaler.optimizer_steps()` lists the records of all optimizers since the last update.
     """
 
     name: str = VETO
@@ -54,7 +54,7 @@ class Hook:
     needs_norm = False
     """Whether `step.norm` must hold the norm of the unscaled gradients: shape `()`, where the loss scale is.
 
-    It is the 2-norm, or after a clip the norm by which was clipped: of its order, and of all optimizers together.
+    It is the 2-norm, or after a clip the norm that was used: of its order, and of all optimizers together.
 
     A fused optimizer's gradients are then unscaled before its step.
     """
@@ -69,7 +69,7 @@ class Hook:
         return None
 
     def after_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
-        """See an optimizer that was stepped or skipped."""
+        """See an optimizer after `step` has stepped or skipped it."""
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
         """See the outcome of a whole step, whatever another hook raises."""
@@ -98,20 +98,25 @@ class Guard(Hook):
     def __init__(self, rule: SpikeGuard, loaded: Iterable[GuardState] = ()) -> None:
         check_guard(rule)
         self.rule, self._loaded = rule, list(loaded)
-        self._states: MutableMapping[Optimizer, GuardState] = weakref.WeakKeyDictionary()
-        self._proposed: dict[Optimizer, tuple[Tensor, GuardState]] = {}
-        """Each optimizer's norm in this step, and its state if the norm is to be remembered."""
+        self._states: dict[int, GuardState] = {}
+        """The states by the ids of the optimizers."""
+        self._owners: dict[int, Callable[[], Optimizer | None]] = {}
+        """References to the optimizers, since a new one may get the id of a deleted one."""
+        self._proposed: dict[int, tuple[Tensor, GuardState]] = {}
+        """The norm of each optimizer in this step, and its state if the norm is to be remembered."""
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> Tensor | None:
         """Refuse the step if its norm is a spike. Synchronises for an ordinary optimizer."""
-        optimizer, norm = step.optimizer, step.norm
-        if norm is None or optimizer is None:  # there are no gradients
+        key, norm = id(step.optimizer), step.norm
+        if norm is None:  # there are no gradients
             return None
-        if optimizer not in self._states:
-            self._states[optimizer] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
-        state = self._states[optimizer]
+        self._forget_deleted()
+        if key not in self._states:
+            self._owners[key] = _reference(step.optimizer)
+            self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
+        state = self._states[key]
         is_on_device = isinstance(state.mean, Tensor)  # where it stays
-        if not norm.is_cpu and not is_on_device and step.kind is PLAIN:
+        if not norm.is_cpu and not is_on_device and kind_of(step.optimizer) is Kind.PLAIN:
             (value,) = scaler._state.read([step], norm)  # the one wait of this step
             norm = torch.tensor(value)
         overflow = combine(flags_of([step], vetoes=False), norm.device)
@@ -119,7 +124,7 @@ class Guard(Hook):
             if not is_on_device:
                 with outside_graph(norm.device):
                     state = GuardState(*(torch.tensor(value).to(norm.device) for value in state))
-                self._states[optimizer] = state
+                self._states[key] = state
             device = state.mean.device
             flag, after = self._check_on_device(state, to_device(norm, device), to_device(overflow, device) == 0.0)
         else:
@@ -128,7 +133,7 @@ class Guard(Hook):
             # A norm beyond float32 is a spike, and not an overflow.
             accepted, after = self.rule.check(state, min(value, _LARGEST) if is_known else math.inf)
             flag = torch.tensor(float(not accepted), dtype=torch.float32)
-        self._proposed[optimizer] = norm, after
+        self._proposed[key] = norm, after
         return flag
 
     def _check_on_device(self, state: GuardState, norm: Tensor, is_known: Tensor) -> tuple[Tensor, GuardState]:
@@ -144,17 +149,16 @@ class Guard(Hook):
         Raises `OverflowStreakError` if a state on the host has reached the guard's `max_streak`.
         """
         proposed, self._proposed = self._proposed, {}
-        flags_by_optimizer = {step.optimizer: step.flags for step in scaler.optimizer_steps}
         on_host = []
-        for optimizer, (norm, after) in proposed.items():
-            state, flags = self._states[optimizer], flags_by_optimizer.get(optimizer, {})
+        for key, (norm, after) in proposed.items():
+            state, flags = self._states[key], scaler._steps[key].flags
             if SPIKE not in flags:  # the record was replaced
                 continue
             # After an overflow there is nothing to remember: the norm was not finite.
             others = [flag for name, flag in flags.items() if isinstance(name, str) and name != SPIKE]
             if not isinstance(state.mean, Tensor):
                 if not any(read_numbers(others, flags[SPIKE].device)):
-                    self._states[optimizer] = after
+                    self._states[key] = after
                     on_host.append((after, norm))
                 continue
             if others:
@@ -168,12 +172,19 @@ class Guard(Hook):
         """Remember nothing of a step that was not decided."""
         self._proposed = {}
 
+    def _forget_deleted(self) -> None:
+        """Drop the states of optimizers that were deleted."""
+        for key in [key for key, owner in self._owners.items() if owner() is None]:
+            del self._owners[key], self._states[key]
+
     def first(self) -> GuardState | None:
         """Return the state of the first optimizer, where it is. Does not synchronise."""
+        self._forget_deleted()
         return next(iter([*self._states.values(), *self._loaded]), None)
 
     def states(self) -> list[GuardState]:
         """Return the state of each optimizer on the host. Synchronises if on a device."""
+        self._forget_deleted()
         start = self.rule.init_state()
         return [
             GuardState(*(type(first)(float(value)) for first, value in zip(start, state, strict=True)))
@@ -191,10 +202,11 @@ class Guard(Hook):
         entry, version = state_dict.get("guard"), state_dict.get("version", 1)
         entries = entry if isinstance(entry, list | tuple) else [entry]
         loaded = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
-        for optimizer, state in self._states.items():
+        self._forget_deleted()
+        for key, state in self._states.items():
             after = loaded.pop(0) if loaded else self.rule.init_state()
             if not isinstance(state.mean, Tensor):
-                self._states[optimizer] = after
+                self._states[key] = after
                 continue
             with outside_graph(state.mean.device):  # a graph may hold these tensors
                 for tensor, value in zip(state, after, strict=True):
@@ -203,6 +215,14 @@ class Guard(Hook):
 
     def __reduce__(self) -> Any:
         return Guard, (self.rule, self.states())
+
+
+def _reference(optimizer: Optimizer) -> Callable[[], Optimizer | None]:
+    """Return a function that returns an optimizer until it is deleted; one without weak references is kept."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer
 
 
 class Protect(Hook):
@@ -215,57 +235,55 @@ class Protect(Hook):
 
     def __init__(self, modules: Module | Iterable[Module]) -> None:
         roots = [modules] if isinstance(modules, Module) or not isinstance(modules, Iterable) else list(modules)
-        self._saved: dict[Buffers, None] = {}  # in this step, in their order
+        self._saved: dict[Module, Buffers] = {}
+        """The buffers of this step."""
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False  # the hooks end with the scaler
         for root in roots:
             if not isinstance(root, Module):
                 raise TypeError(f"protect= takes modules, and {root!r} is not one; pass protect=[model]")
-            buffers = Buffers(root)  # the modules own it, through their hooks
-            # A program may call only the inner modules, as Lightning's training_step does.
-            for module in root.modules():
+            for module in root.modules():  # a program may call only the inner ones, as Lightning's training_step does
                 if module is root or module._buffers:
-                    save, forget = (_Callback(self, name, buffers, module is not root) for name in ("_save", "_forget"))
+                    save, forget = (_Callback(self, name, root, module is not root) for name in ("_save", "_forget"))
                     self._handles.append(module.register_forward_pre_hook(save, prepend=True))
                     self._handles.append(module.register_load_state_dict_post_hook(forget))
 
-    def _save(self, buffers: Buffers, module: Module) -> None:
-        """Copy the buffers, in which a module is about to run, unless that was done in this step."""
-        if module.training and buffers not in self._saved:
-            buffers.save()
-            self._saved[buffers] = None
+    def _save(self, root: Module, module: Module) -> None:
+        """Copy the buffers under `root`, in which a module is about to run, unless that was done in this step."""
+        if module.training and root not in self._saved:
+            self._saved[root] = Buffers(root)
 
-    def _forget(self, buffers: Buffers, module: Module) -> None:
-        """Drop the copies, since a state was loaded."""
-        self._saved.pop(buffers, None)
+    def _forget(self, root: Module, module: Module) -> None:
+        """Drop the copies under `root`, since a state was loaded."""
+        self._saved.pop(root, None)
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
         """Write the copies back if the step was not applied."""
         saved, self._saved = self._saved, {}
-        for buffers in saved:
+        for buffers in saved.values():
             buffers.put_back(info.applied, with_caches=False)
 
     def abandon(self, scaler: "GradScaler") -> None:
         """Write the copies back unless an optimizer may have stepped."""
         saved, self._saved = self._saved, {}
-        if not any(step.may_have_moved for step in scaler.optimizer_steps):
-            for buffers in saved:
+        if not any(step.may_have_moved for step in scaler.optimizer_steps()):
+            for buffers in saved.values():
                 buffers.put_back(with_caches=False)
 
     def __reduce__(self) -> Any:
         if self._handles:
             warn_caller(
                 "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the "
-                "state_dict() of this one",
+                "state_dict() of this one"
             )
         return Protect, ((),)
 
 
 class _Callback:
-    """A callback of a module within a protected one. It does not keep the scaler alive; a copy of it does nothing."""
+    """A callback of a module within a protected one. It keeps neither alive, and a copy of it does nothing."""
 
-    def __init__(self, protect: Protect, method: str, buffers: Buffers, is_inner: bool) -> None:
-        self.protect, self.buffers = weakref.ref(protect), buffers
+    def __init__(self, protect: Protect, method: str, root: Module, is_inner: bool) -> None:
+        self.protect, self.root = weakref.ref(protect), weakref.ref(root)
         self.method, self.is_inner = method, is_inner
 
     def __call__(self, module: Module, _: Any) -> None:
@@ -275,8 +293,9 @@ class _Callback:
     # A compiled function that calls the module breaks its graph here; a traced call would not copy at each run.
     @not_compiled
     def call(self, module: Module) -> None:
-        if (protect := self.protect()) is not None:
-            getattr(protect, self.method)(self.buffers, module)
+        protect, root = self.protect(), self.root()
+        if protect is not None and root is not None:
+            getattr(protect, self.method)(root, module)
 
     def __reduce__(self) -> Any:
         return functools.partial, (_do_nothing,)
@@ -308,8 +327,8 @@ class SameOnRanks(Hook):
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
         """Replace the flags by their maximum over the ranks. Does not synchronise with the host."""
-        # If a hook can refuse a step, a rank does not know the decision from a clip.
-        known = () if scaler._hooks else step.agreed
+        # A clip has combined the flags of gradients, and not the vetoes of hooks.
+        known = () if scaler._hooks else step.combined_over
         groups = [group for group in self.groups([step.optimizer]) if group not in known]
         if not groups:
             return
@@ -339,9 +358,9 @@ class SameOnRanks(Hook):
         return all(torch.distributed.get_rank(group) == 0 for group in groups)
 
     def groups(self, optimizers: "Sequence[Optimizer]", *, of_norm: bool = False) -> "list[ProcessGroup]":
-        """Return the groups that decide together: of the parameters' meshes, `norm_group`, unless `of_norm` the other.
+        """Return the groups of the parameters' meshes, `norm_group`, and if it is not about a norm, `process_group`.
 
-        Each is entered once. Raises `SyncError` on a rank that is not in a group.
+        Each group is in the list once. Raises `SyncError` on a rank that is not in a group.
         """
         groups = _groups_of_meshes(optimizers)
         for name in ("norm_group",) if of_norm else ("norm_group", "process_group"):

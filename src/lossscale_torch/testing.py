@@ -79,15 +79,16 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
         AssertionError: The loop fails; the message names the step, what differs and the remedy.
         TypeError: `build` does not return a loop.
     """
-    checks = {
-        "a step is skipped as a whole if its losses are infinite": _check_skips,
-        "the optimizer receives the same gradients at each loss scale": _check_scale,
-        "all gradients come from losses that are scaled or attached": _check_source,
-    }
-    return [sentence for sentence, check in checks.items() if check(build)]
+    _check_skips(build)
+    sentences = ["a step is skipped as a whole if its losses are infinite"]
+    if _check_scale(build):
+        sentences.append("the optimizer receives the same gradients at each loss scale")
+    if _check_source(build):
+        sentences.append("all gradients come from losses that are scaled or attached")
+    return sentences
 
 
-def _check_skips(build: Callable[[Any], TrainingLoop]) -> bool:
+def _check_skips(build: Callable[[GradScaler], TrainingLoop]) -> None:
     """Require that skipped steps change nothing, and that the others are those of a run without them."""
     run, clean = _Run(build), _Run(build)
     params = params_of(run.loop.optimizer)
@@ -95,22 +96,20 @@ def _check_skips(build: Callable[[Any], TrainingLoop]) -> bool:
     for number in range(_STEPS):
         if number in loops.BAD_STEPS:
             before = run.followers()
-            run.step(number, math.inf)
+            run.take_step(number, math.inf)
             _require_skipped(number, run, before)
         else:
-            clean.set_scale(run.scaler.get_scale())
-            run.step(number)
-            clean.step(number)
+            clean.set_scale(run.get_scale())
+            run.take_step(number)
+            clean.take_step(number)
             # A setting that differs is the cause of what else differs.
-            names = sorted(_differing(run.followers(), clean.followers()), key=lambda name: not _is_setting(name))
-            if names:
+            if names := sorted(_differing(run.followers(), clean.followers()), key=lambda name: not _is_setting(name)):
                 listed = loops.listed(names)
                 raise AssertionError(f"after step {number}, unlike without the skipped steps, {listed}; {_FOLLOW}")
     if not _differing(start, _flat("", params)):
         raise AssertionError(
             "no parameter changed in eight steps; look for scaler.step, lr and losses that are not finite"
         )
-    return True
 
 
 class _NoResult:
@@ -125,8 +124,7 @@ class _NoResult:
 
 def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
     """Raise `AssertionError` for a step with infinite losses that was applied or changed something."""
-    info: Any = run.scaler.last_step
-    if info.applied or not all(map(math.isfinite, run.norms)):
+    if run.last_step.applied or not all(map(math.isfinite, run.norms)):
         raise AssertionError(
             f"step {number} was applied although its losses were infinite; such a step must be skipped as a whole; "
             "look for gradients that are repaired (nan_to_num_), zero_grad between micro-batches, a loss that is not "
@@ -134,17 +132,15 @@ def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
         )
     after = run.followers()
     # An optimizer whose kernel skips its first step allocates zeros.
-    zeros = {name: torch.zeros_like(value) for name, value in after.items() if isinstance(value, Tensor)}
-    before = {**zeros, **before}
+    before = {name: torch.zeros_like(value) for name, value in after.items() if isinstance(value, Tensor)} | before
     # A loop may set the learning rate at the head of a step, where it follows the step before.
-    changed = [name for name in _differing(before, after) if not _is_setting(name)]
-    if changed:
+    if changed := [name for name in _differing(before, after) if not _is_setting(name)]:
         changes = [loops.change(name, before.get(name), after.get(name)) for name in changed]
         hint = f"{_FOLLOW}, and {_PROTECT}" if any(name.startswith("model.") for name in changed) else _FOLLOW
         raise AssertionError(loops.not_skipped(number, changes, hint))
 
 
-def _check_scale(build: Callable[[Any], TrainingLoop]) -> bool:
+def _check_scale(build: Callable[[GradScaler], TrainingLoop]) -> bool:
     """Require that optimizers receive the same gradients at two loss scales; return whether any received some."""
     is_alike, largest = True, 0.0
     for number, small, large in _steps_at_two_scales(build, 1.0):
@@ -159,57 +155,61 @@ def _check_scale(build: Callable[[Any], TrainingLoop]) -> bool:
     return largest > 0.0
 
 
-def _check_source(build: Callable[[Any], TrainingLoop]) -> bool:
+def _check_source(build: Callable[[GradScaler], TrainingLoop]) -> bool:
     """Require that losses of zero leave no gradient; return whether the scaler was shown parameters."""
     for number, small, large in _steps_at_two_scales(build, 0.0):
         # A loop may multiply an inner loss by get_scale(), which is right: then its gradient grows with the scale.
         growth = loops.SCALES[1] / loops.SCALES[0] / 2.0
         sizes = large.sizes()
-        names = [name for name, size in small.sizes().items() if size * growth > sizes.get(name, 0.0)]
-        if names:
+        if names := [name for name, size in small.sizes().items() if size * growth > sizes.get(name, 0.0)]:
             raise AssertionError(loops.not_from_the_loss(number, names, _ATTACH))
     return bool(sizes)
 
 
-def _steps_at_two_scales(build: Callable[[Any], TrainingLoop], factor: float) -> Iterator[tuple[int, "_Run", "_Run"]]:
+def _steps_at_two_scales(
+    build: Callable[[GradScaler], TrainingLoop], factor: float
+) -> Iterator[tuple[int, "_Run", "_Run"]]:
     """Take the steps of two runs, at a small and a large loss scale, with losses times `factor`."""
     runs = _Run(build), _Run(build)
     for run, loss_scale in zip(runs, loops.SCALES, strict=True):
         run.set_scale(loss_scale)  # after `build`, which may have kept the first scale
     for number in range(_STEPS):
         for run in runs:
-            run.step(number, factor)
+            run.take_step(number, factor)
         yield number, *runs
 
 
-class _Run:
-    """One run of a loop and its scaler, and what its optimizers received in the last step."""
+class _Run(GradScaler):
+    """One run of a loop: the scaler of the loop, which plants a factor in the losses and notes what it sees."""
 
+    factor = 1.0
+    updates = 0
+    sizes_by_param: dict[Tensor, float]
+    """The largest element of each gradient in the last step before it was unscaled."""
     norms: list[float]
     """The norm of the unscaled gradients in each step of an optimizer that is applied."""
 
-    def __init__(self, build: Callable[[Any], TrainingLoop]) -> None:
+    def __init__(self, build: Callable[[GradScaler], TrainingLoop]) -> None:
         torch.manual_seed(0)
-        self.scaler = _PlantingScaler()
-        self.loop = build(self.scaler)
+        super().__init__("cpu", init_scale=loops.SCALES[1], growth_interval=3)
+        self.loop = build(self)
         if not hasattr(self.loop, "step") or not hasattr(self.loop, "optimizer"):
             raise TypeError(f"build returned {self.loop!r}; return an object with step(batch) and optimizer")
         if protect := getattr(self.loop, "protect", ()):
-            self.scaler._protect = Protect(protect)  # the modules exist only now
+            self._protect = Protect(protect)  # the modules exist only now
 
-    def step(self, number: int, factor: float = 1.0) -> None:
-        """Take a step with all losses times `factor`."""
-        scaler = self.scaler
-        scaler.factor, scaler.updates, scaler.sizes, self.norms = factor, 0, {}, []
+    def take_step(self, number: int, factor: float = 1.0) -> None:
+        """Take a step of the loop with all losses times `factor`."""
+        self.factor, self.updates, self.sizes_by_param, self.norms = factor, 0, {}, []
         torch.manual_seed(number + 1)
         with register_optimizer_step_pre_hook(self._note_norm):
             self.loop.step(number)
-        if scaler.updates != 1:
+        if self.updates != 1:
             raise AssertionError(
-                f"step({number}) called scaler.update() {scaler.updates} times; call it once in each step"
+                f"step({number}) called scaler.update() {self.updates} times; call it once in each step"
             )
 
-    def _note_norm(self, optimizer: Any, *_: Any) -> None:
+    def _note_norm(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not getattr(optimizer, "found_inf", None):  # the flag by which a fused optimizer skips
             grads = [values_of(param.grad) for param in params_of(optimizer) if param.grad is not None]
             scale = getattr(optimizer, "grad_scale", None)
@@ -217,7 +217,7 @@ class _Run:
 
     def set_scale(self, loss_scale: float) -> None:
         """Set the loss scale, and leave the rest of the state."""
-        self.scaler.load_state_dict({**self.scaler.state_dict(), "loss_scale": loss_scale})
+        self.load_state_dict({**self.state_dict(), "loss_scale": loss_scale})
 
     def followers(self) -> dict[str, Any]:
         """Return copies of all that follows the steps, by name."""
@@ -227,28 +227,19 @@ class _Run:
 
     def sizes(self) -> dict[str, float]:
         """Return the largest element of each gradient before it was unscaled, by the parameter's name or number."""
-        model: Any = getattr(self.loop, "model", None)
-        names = {param: name for name, param in model.named_parameters()} if isinstance(model, torch.nn.Module) else {}
-        sizes = enumerate(self.scaler.sizes.items())
+        model = getattr(self.loop, "model", None)
+        named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+        names: dict[Tensor, str] = {param: name for name, param in named}
+        sizes = enumerate(self.sizes_by_param.items())
         return {names.get(param, f"parameters.{place}"): size for place, (param, size) in sizes}
 
-
-class _PlantingScaler(GradScaler):
-    """A scaler that multiplies losses by a factor, counts updates, and measures gradients before it unscales them."""
-
-    factor = 1.0
-    updates = 0
-    sizes: dict[Any, float]
-
-    def __init__(self) -> None:
-        super().__init__("cpu", init_scale=loops.SCALES[1], growth_interval=3)
+    # The methods that the loop calls.
 
     def scale(self, outputs: Any) -> Any:
         scaled = super().scale(outputs)
-        return map(self._times, scaled) if isinstance(scaled, Iterator) else tree.map_leaves(self._times, scaled)
-
-    def _times(self, loss: Any) -> Any:
-        return loss * self.factor
+        if isinstance(scaled, Iterator):  # it calls this method for each loss
+            return scaled
+        return tree.map_leaves(lambda loss: loss * self.factor, scaled)
 
     @property
     def attach(self) -> Any:
@@ -268,7 +259,7 @@ class _PlantingScaler(GradScaler):
         step = super()._open(optimizer, caller)
         for param in params_of(optimizer):
             values = torch.zeros(()) if param.grad is None else values_of(param.grad)
-            self.sizes.setdefault(param, float(values.abs().max()) if values.numel() else 0.0)
+            self.sizes_by_param.setdefault(param, float(values.abs().max()) if values.numel() else 0.0)
         return step
 
 

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import CallOrderError, OverflowStreakError, RetriesExhaustedError
 from lossscale_torch import GradScaler
-from lossscale_torch._snapshots import Buffers
 from tests.adapters.emulated_device import Emulated
+from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _local, _on_ranks
 from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, copies, one, same, take_step, two
 from tests.torch_versions import FSDP2
@@ -318,32 +318,26 @@ def test_a_buffer_that_the_first_try_makes():
     assert loop.model[1].num_batches_tracked == 1
 
 
-def test_a_buffer_that_is_resized_in_place_is_protected():
-    """It is empty before the first batch, and empty again if its step is skipped."""
-    loop = Loop(protects=True, model=nn.Sequential(nn.Linear(4, 4), Observer()))
-    for is_bad, length in ((True, 0), (False, 4)):
-        loop.step(is_bad=is_bad)
-        assert len(loop.model[1].largest) == length
+@pytest.mark.parametrize(("mode", "length"), [(contextlib.nullcontext, 0), (RecordedGraph, 4)], ids=["host", "device"])
+def test_a_buffer_that_the_first_forward_pass_resizes_in_place(mode, length):
+    """A skipped step makes the buffer empty again, unless the host does not know that the step was skipped."""
+    loop = Loop(fused=True, protects=True, model=nn.Sequential(nn.Linear(4, 4), Observer()))
+    with mode():
+        loop.step(is_bad=True)
+    assert len(loop.model[1].largest) == length
+    loop.step()
+    assert len(loop.model[1].largest) == 4
 
 
-def test_a_resized_buffer_after_a_step_that_the_host_does_not_know():
-    """Its first values stay, since no kernel can choose between two shapes."""
-    observer = Observer()
-    copied = Buffers(observer)
-    observer(torch.ones(2, 3))
-    copied.put_back(torch.tensor(False), with_caches=False)
-    assert observer.largest.tolist() == [1.0, 1.0, 1.0]
+NOT_ONE_STEP = [
+    (0, 1, 1, r"ended 0 steps by update\(\) and must end one; .*with Accelerate, all bodies of accumulate"),
+    (0, 1, 2, r"ended 0 steps by update\(\), of updates_per_step=2 calls each, and must"),
+    (2, 1, 1, "ended 2 steps"),
+    (1, 2, 1, "inside a loop over attempts"),
+]
 
 
-@pytest.mark.parametrize(
-    ("updates", "depth", "of_a_step", "sentence"),
-    [
-        (0, 1, 1, r"ended 0 steps by update\(\) and must end one; .*with Accelerate, all bodies of accumulate"),
-        (0, 1, 2, r"ended 0 steps by update\(\), of updates_per_step=2 calls each, and must"),
-        (2, 1, 1, "ended 2 steps"),
-        (1, 2, 1, "inside a loop over attempts"),
-    ],
-)
+@pytest.mark.parametrize(("updates", "depth", "of_a_step", "sentence"), NOT_ONE_STEP)
 def test_a_body_that_is_not_one_step(updates, depth, of_a_step, sentence):
     """No update, two, and a loop within a loop."""
     loop = Loop(updates_per_step=of_a_step)

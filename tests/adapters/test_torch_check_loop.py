@@ -9,6 +9,7 @@ from torch import nn
 
 from lossscale_torch import GradScaler
 from lossscale_torch.testing import check_training_loop
+from tests.adapters.test_torch_odd_optimizers import _Duck
 
 CHECKED = [
     "a step is skipped as a whole if its losses are infinite",
@@ -71,16 +72,8 @@ def test_a_right_loop_passes(loop):
     assert check_training_loop(loop) == CHECKED
 
 
-class Descent:
+class Descent(_Duck):
     """An optimizer that is not derived from torch's."""
-
-    def __init__(self, params):
-        self.param_groups = [{"params": list(params), "lr": 1e-2}]
-
-    def step(self):
-        """Descend."""
-        for param in self.param_groups[0]["params"]:
-            param.data -= self.param_groups[0]["lr"] * param.grad
 
     def zero_grad(self):
         """Forget the gradients."""
@@ -142,37 +135,25 @@ def _freeze(loop, batch):
     Loop.backward(loop, batch)
 
 
+WRONG = [
+    ("follow", lambda loop, info: loop.scheduler.step(), r"skipped, but scheduler.*follow applied steps only"),
+    ("follow", _average_at_once, r"step 0 was to be skipped, but ema\.0\.weight changed"),
+    ("keeps_buffers", False, r"step 0 was to be skipped, but model\.1\..*protect buffers"),
+    ("step", _step_by_itself, r"step 0 was applied although its losses were infinite"),
+    ("backward", _clip_scaled, r"at step 0 a loss scale of 1 and one of 1024 gave the optimizer gradients of norm"),
+    ("backward", _add_a_little, r"at step 0 the loss was multiplied by zero, and 0\.weight has a gradient other than"),
+    ("follow", _update_twice, r"step\(0\) called scaler\.update\(\) 2 times"),
+    ("step", _ask_the_step, r"the loop asks whether scaler\.step\(optimizer\) is true.*if scaler\.update\(\): \.\.\."),
+    ("backward", _freeze, r"no parameter changed in eight steps"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        (
-            {"follow": lambda loop, info: loop.scheduler.step()},
-            r"step 0 was to be skipped, but scheduler.*follow applied steps only",
-        ),
-        ({"follow": _average_at_once}, r"step 0 was to be skipped, but ema\.0\.weight changed"),
-        ({"keeps_buffers": False}, r"step 0 was to be skipped, but model\.1\..*protect buffers"),
-        ({"step": _step_by_itself}, r"step 0 was applied although its losses were infinite"),
-        (
-            {"backward": _clip_scaled},
-            r"at step 0 a loss scale of 1 and one of 1024 gave the optimizer gradients of norm",
-        ),
-        (
-            {"backward": _add_a_little},
-            r"at step 0 the loss was multiplied by zero, and 0\.weight has a gradient other than zero",
-        ),
-        ({"follow": _update_twice}, r"step\(0\) called scaler\.update\(\) 2 times"),
-        (
-            {"step": _ask_the_step},
-            r"the loop asks whether scaler\.step\(optimizer\) is true.*if scaler\.update\(\): \.\.\.",
-        ),
-        ({"backward": _freeze}, r"no parameter changed in eight steps"),
-    ],
-)
-def test_a_wrong_loop_is_found(changed, sentence):
+@pytest.mark.parametrize(("name", "changed", "sentence"), WRONG)
+def test_a_wrong_loop_is_found(name, changed, sentence):
     """The message names the step, what differs and what to do."""
     with pytest.raises(AssertionError, match=sentence):
-        check_training_loop(type("Wrong", (Loop,), changed))
+        check_training_loop(type("Wrong", (Loop,), {name: changed}))
 
 
 def test_what_is_not_a_loop():

@@ -219,28 +219,22 @@ def _layers(*layers, gain=1.0):
     return model, torch.randn(8, 6, 4)
 
 
-LOUD = 1.0, 1e6
+LOUD, ALWAYS_HALF = (1.0, 1e6), {"dtype": lambda x: torch.half}
+HOPELESS = "(aten.add_); the loss is nan; no module can"
 MANY = nn.Sequential(*(nn.Identity() for _ in range(20)))
+NOTHING = (
+    "before: backward overflows above ... \nkeep in float32: nothing\nafter: finite; ... ; 0 of 6 modules in float32"
+)
 PLANS = {
-    "nothing": (lambda: _net(1.0), {}, [], "before: backward overflows above"),
+    "nothing": (lambda: _net(1.0), {}, [], NOTHING),
     "part behind others": (lambda: _net(1e6, norm=MANY), {}, ["blocks.0.linear"], "(aten.mul)"),
     "several": (lambda: _net(1e6, 1.0, 1e6), {}, ["blocks.0.linear", "blocks.2.linear"], "(or blocks.*.linear)\n"),
     "half buffer": (lambda: _net(*LOUD, dtype=lambda x: x.dtype), {}, ["blocks.1"], "forward overflows in blocks.1"),
     # The experts add float16 to a buffer, which becomes float32 when the layer before them is kept.
     "buffer later": (lambda: _layers(Experts(4, 1.0), gain=3e5), {}, ["0", "1"], "before: forward overflows in 0 ("),
     "attention": (lambda: _layers(Attention(4, 3e3)), {}, ["1"], "before: forward overflows in 1 (aten.exp)"),
-    "always half": (
-        lambda: _net(*LOUD, dtype=lambda x: torch.half),
-        {},
-        [],
-        "in blocks.1 (aten.add_); the loss is nan; no module can",
-    ),
-    "always half, within another": (
-        lambda: _layers(nn.Sequential(Block(1e6, dtype=lambda x: torch.half))),
-        {},
-        [],
-        "in 1.0 (aten.add_); the loss is nan; no module can",
-    ),
+    "always half": (lambda: _net(*LOUD, **ALWAYS_HALF), {}, [], f"in blocks.1 {HOPELESS}"),
+    "always half, nested": (lambda: _layers(nn.Sequential(Block(1e6, **ALWAYS_HALF))), {}, [], f"in 1.0 {HOPELESS}"),
     "loss in half": (lambda: _net(1.0), {"dtype": torch.half, "weight": 1e7}, [], "\nforward overflows in loss_fn"),
     "large loss": (lambda: _net(1.0), {"weight": 1e9}, [], "min_scale=2**-2"),
     "backward": (lambda: _layers(Steep()), {"weight": 1e4}, ["1"], "\nor keep nothing, and use DynamicScaling("),
@@ -251,6 +245,8 @@ PLANS = {
 def test_a_plan_says_what_to_do(name):
     """Which modules to keep, or that none helps; the forward pass first, and a smaller loss scale where one fits.
 
+    A pattern stands for several modules; one of several blocks is named itself.
+
     None can be left out, and with all of them a step at the scale that it recommends is applied.
     """
     make, options, modules, text = PLANS[name]
@@ -259,7 +255,8 @@ def test_a_plan_says_what_to_do(name):
     plan, passes = _counted_plan(model, loss_fn)
     assert passes <= 25 * max(len(modules), 1)
     assert list(plan.modules) == modules
-    assert text in str(plan)
+    assert plan.patterns == plan.modules or name == "several"
+    assert all(each in repr(plan) for each in text.split(" ... "))
     assert plan.after.forward_finite is ("\nafter: finite; use " in str(plan))
     for left_out in modules:
         with keep_in_float32(model, {*modules} - {left_out}):
@@ -270,18 +267,6 @@ def test_a_plan_says_what_to_do(name):
         scaler.scale(loss_fn()).backward()
         scaler.step(optimizer)
         assert scaler.update().applied
-
-
-def test_a_plan_of_nothing_and_of_one_block():
-    """A model that fits keeps nothing; one of several blocks is named itself, without a pattern."""
-    fits, overflows = (float32_plan(model, _loss_fn(model, x)) for model, x in (_net(1.0, 1.0), _net(1.0, 1e6)))
-    assert (fits.modules, fits.patterns, fits.note) == ((), (), "")
-    assert "\nkeep in float32: nothing\nafter: finite; " in str(fits)
-    assert str(fits).endswith("; 0 of 9 modules in float32")  # the model itself and its list of blocks do not count
-    assert repr(fits) == str(fits)
-    assert len(overflows.modules) == 1
-    assert overflows.patterns == overflows.modules
-    assert overflows.modules[0].startswith("blocks.1")
 
 
 def test_a_plan_takes_a_scale_of_one_and_tells_of_the_worst_batch():
@@ -311,5 +296,3 @@ def test_a_plan_fits_all_batches_and_changes_nothing(monkeypatch, capsys):
     assert all((param.grad == 1).all() for param in model.parameters())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(TypeError, match=r"given function and Sequential; .* write float32_plan\(model, lambda"):
-        float32_plan(loss_fns[0], model)

@@ -11,7 +11,7 @@ import torch
 
 from tests.command.commanding import refused, run, succeed
 
-MIB = 2**20
+MIB, META = 2**20, torch.ones((), device="meta")
 
 
 class _Runs:
@@ -50,9 +50,7 @@ OF_TORCH = {
     "a bomb": lambda path: _zipped(path, bytes(200 * MIB), zipfile.ZIP_DEFLATED),
     "large pickles": lambda path: _zipped(path, bytes(20 * MIB)),
     "cut pickles": lambda path: _zipped(path, pickle.dumps({"scale": 8.0})[:-5]),
-    "a tensor without values": lambda path: torch.save(
-        {"scale": torch.ones((), device="meta"), "_growth_tracker": 3}, path
-    ),
+    "a tensor without values": lambda path: torch.save({"scale": META, "_growth_tracker": 3}, path),
     "an expanded tensor": _expanded,
     "a storage of another size": _lying,
     "a list": lambda path: torch.save([1.0], path),

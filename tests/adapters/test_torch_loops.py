@@ -103,9 +103,8 @@ class _Loop:
     def __init__(self, policy, device, kinds, updates_each):
         self.policy, self.device, self.kinds, self.updates_each = policy, device, kinds, updates_each
         self.params, self.optimizers = zip(*(one(fused, device) for fused in kinds), strict=True)
-        self.scaler: Any = GradScaler(
-            device, policy=policy, hooks=[_Veto()], updates_per_step=len(kinds) if updates_each else 1
-        )
+        updates = len(kinds) if updates_each else 1
+        self.scaler: Any = GradScaler(device, policy=policy, hooks=[_Veto()], updates_per_step=updates)
         self.scaler.place_on(device)  # losses may be multiplied by hand
         self.expected: Any = policy.init_state()
         self.was_plain = False
@@ -134,9 +133,8 @@ class _Loop:
             is_last = index == len(step.turns) - 1
             if self.updates_each or is_last:
                 # The first of several updates of a step may have the new scale.
-                info = self.scaler.update(
-                    step.new_scale if index == 0 or not self.updates_each else None, end_of_step=is_last
-                )
+                new_scale = step.new_scale if index == 0 or not self.updates_each else None
+                info = self.scaler.update(new_scale, end_of_step=is_last)
         calls, reads = len(Emulated.calls) - calls, Emulated.reads - reads
         self._require(step, info, [was - now.item() for was, now in zip(before, self.params, strict=True)])
         self._require_few_reads(step, info, reads, calls)

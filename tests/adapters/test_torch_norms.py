@@ -262,10 +262,8 @@ def _join_stages(rank, grid):
         assert not _step(_params(specs, culprit=1), order, fused, norm_group=group)[1]
         if order == 2.0:
             make = _FusedSGD if fused else torch.optim.SGD
-            scaler, optimizer = (
-                ready(init_scale=SCALE, guard=SpikeGuard(), norm_group=group),
-                make(_params(specs, by=by), 1.0),
-            )
+            scaler = ready(init_scale=SCALE, guard=SpikeGuard(), norm_group=group)
+            optimizer = make(_params(specs, by=by), 1.0)
             scaler.step(optimizer)
             scaler.update()
             assert scaler.state_dict()["guard"]["mean"] == exact

@@ -8,7 +8,7 @@ import torch
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch import GradScaler
 from tests.adapters.test_torch_differences import _Delegating
-from tests.adapters.torch_steps import INF, Legacy
+from tests.adapters.torch_steps import INF, Legacy, one, take_step
 
 
 class _Duck:
@@ -36,11 +36,25 @@ class _FusedDuck(_Duck):
             param.data -= torch.where(self.found_inf == 0.0, grad, 0.0)
 
 
+class _Container(torch.optim.Optimizer):
+    """An optimizer that holds several and steps each, as torchtitan's does."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        super().__init__([param for each in optimizers for group in each.param_groups for param in group["params"]], {})
+
+    def step(self, *args, **kwargs):
+        """Step each."""
+        for each in self.optimizers:
+            each.step(*args, **kwargs)
+
+
 OPTIMIZERS = {
     "no more than step": _Duck,
     "no more than a fused step": _FusedDuck,
     "delegates": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0)),
     "delegates to a fused one": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0, fused=True)),
+    "holds a fused one": lambda params: _Container([torch.optim.SGD(params, lr=1.0, fused=True)]),
     "of the old contract": lambda params: Legacy(params, lr=1.0),
 }
 
@@ -77,7 +91,10 @@ STATES = {
 
 @pytest.mark.parametrize(("has_stepped", "make"), STATES.values(), ids=STATES)
 def test_what_shows_that_an_optimizer_has_stepped(has_stepped, make):
-    """A new scaler then warns that it starts over; whatever else an optimizer keeps under `state` raises nothing."""
+    """A new scaler warns once that it starts over with such an optimizer; no other content of `state` raises an error.
+
+    A scaler that does not scale, or that has stepped a new optimizer before, does not warn.
+    """
     param = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([param], lr=1.0)
     optimizer.state, optimizer.step = make(param), lambda: None  # torch's own would read the state
@@ -88,38 +105,8 @@ def test_what_shows_that_an_optimizer_has_stepped(has_stepped, make):
         scaler.step(optimizer)
     assert [warning.category for warning in caught] == [CheckpointWarning] * has_stepped
     assert scaler.update().applied
-
-
-# -- several optimizers in one -----------------------------------------------------------------------------------------
-
-
-class _Container(torch.optim.Optimizer):
-    """An optimizer that holds several and steps each, as torchtitan's does."""
-
-    def __init__(self, optimizers):
-        self.optimizers, self.steps = optimizers, 0
-        super().__init__([param for each in optimizers for group in each.param_groups for param in group["params"]], {})
-
-    def step(self, *args, **kwargs):
-        """Step each."""
-        self.steps += 1
-        for each in self.optimizers:
-            each.step(*args, **kwargs)
-
-
-@pytest.mark.parametrize("fused", [(False, False), (True, False), (True, True)], ids=str)
-def test_a_container_is_stepped_as_an_ordinary_optimizer(fused):
-    """A container of several optimizers applies a finite step and skips an overflow, whatever optimizers it holds."""
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in fused]
-    container = _Container(
-        [torch.optim.SGD([param], lr=1.0, fused=kind) for param, kind in zip(params, fused, strict=True)]
-    )
-    scaler = GradScaler("cpu", init_scale=8.0)
-    for size in (1.0, INF):
-        for param in params:
-            param.grad = torch.full_like(param, size * 8.0)
-        scaler.scale(torch.ones(()))
-        scaler.step(container)
-        assert bool(scaler.update()) == (size == 1.0)
-    assert container.steps == 1
-    assert [param[0].item() for param in params] == [0.0, 0.0]
+    quiet = GradScaler("cpu")
+    take_step(quiet, one()[1], 1.0)
+    for other in (GradScaler("cpu", policy="none"), quiet):  # a warning would be an error
+        other.scale(param.sum())
+        other.step(optimizer)

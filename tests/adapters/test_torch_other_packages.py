@@ -3,14 +3,16 @@
 Subclasses, and what is written at any time, are in the random programs of `test_torch_fuzz.py`.
 """
 
+from collections import defaultdict
+
 import pytest
 import torch
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import one, take_step
+from tests.adapters.torch_steps import EITHER_KIND, INF, one, take_step
 
 AGAINST_TORCH = pytest.mark.parametrize("base", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 
@@ -31,6 +33,25 @@ def test_the_names_are_there(base):
     param.grad = torch.full((1,), 8.0)
     found = scaler._unscale_grads_(optimizer, torch.tensor(0.125), torch.zeros(()), False)
     assert (found, param.grad.item()) == ({torch.device("cpu"): 0.0}, 1.0)
+
+
+class _TorchsStep(GradScaler):
+    """A subclass with torch's own methods for the step."""
+
+    step, _maybe_opt_step = torch.amp.GradScaler.step, torch.amp.GradScaler._maybe_opt_step
+
+
+@pytest.mark.parametrize("has_torchs_records", [False, True])
+@EITHER_KIND
+def test_a_subclass_with_torchs_step_has_the_outcome_of_its_step(fused, has_torchs_records):
+    """The outcome follows from the flags, also if torch's factory makes the records."""
+    param, optimizer = one(fused)
+    scaler = _TorchsStep("cpu", init_scale=8.0)
+    for size in (1.0, INF):
+        if has_torchs_records:
+            scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        before = param.item()
+        assert bool(take_step(scaler, optimizer, size)) == (param.item() != before) == (size == 1.0)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

@@ -286,9 +286,8 @@ class _Critic(_Model):
 def test_two_optimizers(fused):
     """Each schedule follows its own optimizer; one loss scale backs off once for an overflow in either."""
     critic, generator = _Critic({1}), _Model({4})
-    (critic_optimizer, critic_scheduler), (optimizer, scheduler) = (
-        _optimizer_of(m, fused) for m in (critic, generator)
-    )
+    critic_optimizer, critic_scheduler = _optimizer_of(critic, fused)
+    optimizer, scheduler = _optimizer_of(generator, fused)
     names = {
         "critic": critic, "generator": generator, "critic_optimizer": critic_optimizer,
         "critic_scheduler": critic_scheduler, "optimizer": optimizer, "scheduler": scheduler,

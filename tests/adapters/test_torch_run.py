@@ -291,9 +291,8 @@ def test_rows_of_a_device_are_written_a_hundred_at_a_time(run, tmp_path):
     assert len(rows) == 104
     _require_simulated(rows[:8])
     for row in rows:
-        assert float(row["gradient_max"]) == (
-            4096.0 / float(row["scale"]) if row["applied"] == "True" else float("inf")
-        )
+        unscaled = 4096.0 / float(row["scale"]) if row["applied"] == "True" else float("inf")
+        assert float(row["gradient_max"]) == unscaled
 
 
 SIZES = """

@@ -3,6 +3,7 @@
 `test_torch_fuzz.py` shows that it does what torch's scaler does, and `test_torch_differences.py` where it does not.
 """
 
+import contextlib
 import json
 import sys
 import threading
@@ -50,13 +51,8 @@ def test_nested_losses():
 def test_losses_within_functional_transforms(is_on_device):
     """`torch.func.grad`, `grad_and_value` and `vmap` of it scale as eager code does, on the host and on the device."""
     scaler = GradScaler("cpu", init_scale=8.0)
-    _steps(scaler, [True])
-    if is_on_device:
-        with RecordedGraph():
-            _, optimizer = one(fused=True)
-            scaler.scale(torch.ones(()))
-            scaler.step(optimizer)
-            scaler.update(8.0)
+    with RecordedGraph() if is_on_device else contextlib.nullcontext():
+        _steps(scaler, [True], fused=is_on_device)
     values = torch.tensor([1.0, 2.0])
 
     def loss(weight):
@@ -115,7 +111,7 @@ def test_the_repr_shows_policy_scale_and_whether_it_is_enabled():
 
 
 def test_what_a_device_knows_stays_what_it_was():
-    """The numbers of a fused step on a device are tensors, and no later step changes them."""
+    """The numbers of a fused step on a device are tensors, and no later step and no checkpoint changes them."""
     with Emulated("mps"):
         scaler = GradScaler("mps", init_scale=1024.0, growth_interval=1)
         infos, numbers = [], []
@@ -125,6 +121,9 @@ def test_what_a_device_knows_stays_what_it_was():
         assert [info.loss_scale_used.item() for info in infos] == [1024.0, 2048.0, 4096.0]
         assert [info.loss_scale_after.item() for info in infos] == [2048.0, 4096.0, 8192.0]
         assert [each["steps"].item() for each in numbers] == [1, 2, 3]
+        saved, infos = scaler.state_dict(), infos + _steps(scaler, [False], fused=True, device="mps")
+        scaler.load_state_dict(saved)
+        assert infos[-1].overflow_streak.item() == 1
     assert all(isinstance(field, OnDevice) for field in infos[0][:5])
 
 

@@ -52,6 +52,18 @@ def test_a_hook_that_raises_does_not_keep_the_others_from_their_work(point, fuse
     assert (attempt.number, bool(attempt.info)) == (2, True)
 
 
+def test_an_optimizer_that_raises_after_unscaling_was_not_applied():
+    """The update says so, and protected buffers come back."""
+    loop = Loop(protects=True)
+    before, loop.optimizer.step = loop.buffers(), _Raises("step").fail
+    loop.backward()
+    loop.scaler.unscale_(loop.optimizer)
+    with pytest.raises(KeyError):
+        loop.scaler.step(loop.optimizer)
+    assert not loop.scaler.update().applied
+    assert same(before, loop.buffers())
+
+
 def _is_interrupted(call, line):
     """Call a function; return whether Ctrl-C came at a line of this package, which are counted as they run."""
     left = line
@@ -174,7 +186,7 @@ def test_gradients_that_were_given_up(before, call, fused):
     assert loop.step().applied
 
 
-@pytest.mark.parametrize("call", [("unscale_",), ("unscale_and_clip_", 1.0)])
+@pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
 def test_a_step_of_sam_that_is_made_ready_again(call):
     """Recipes set torch's stage back; what is unscaled again is not given up."""
     loop = Loop()
@@ -182,8 +194,7 @@ def test_a_step_of_sam_that_is_made_ready_again(call):
     loop.scaler.unscale_(loop.optimizer)
     loop.backward()
     loop.scaler._per_optimizer_states[id(loop.optimizer)]["stage"] = torch.amp.grad_scaler.OptState.READY
-    name, *limit = call
-    getattr(loop.scaler, name)(loop.optimizer, *limit)
+    CALLS[call](loop.scaler, loop.optimizer)
     loop.scaler.step(loop.optimizer)
     assert loop.scaler.update().applied
 

@@ -65,7 +65,7 @@ class EmulatedCopy(_watch.LateCopy):
     DEVICES = ("mps",)
 
     def __init__(self, tensors):
-        self.looks, self.values = 0, [tensor.values.item() for tensor in tensors]
+        self.looks, self.values = 0, [number for each in tensors for number in each.values.reshape(-1).tolist()]
 
     def numbers(self):
         """Return the numbers if they have arrived."""

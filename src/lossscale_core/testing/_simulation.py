@@ -160,10 +160,7 @@ def _run(
     after = {name: column[1:] for name, column in columns.items()} | ({} if guard is None else {"spiked": spiked})
     own = tuple(name for name in after if name not in ScaleState._fields)
     trace: Trace = _trace_type(*own)(
-        loss_scale_used=scales[:-1],
-        loss_scale_after=scales[1:],
-        skipped=np.diff(columns["skipped_steps"]) > 0,
-        **after,
+        loss_scale_used=scales[:-1], loss_scale_after=scales[1:], skipped=np.diff(columns["skipped_steps"]) > 0, **after
     )
     return trace
 

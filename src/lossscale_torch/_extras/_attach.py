@@ -1,7 +1,5 @@
 """`attach`: a loss that the model computes inside its graph; its gradients take the loss scale in the backward pass."""
 
-import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,8 @@ from lossscale_torch._versions import not_compiled
 if TYPE_CHECKING:
     from lossscale_torch._scaler import GradScaler
 
-_INSTEAD: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", default=None)
+ATTACHED_SCALE: ContextVar[Tensor | None] = ContextVar("lossscale_torch_attach", default=None)
+"""The scale that every `attach` of any scaler reads instead of its own: float32, shape `()`."""
 
 
 class Attach:
@@ -30,9 +29,14 @@ class Attach:
         _require_floats(aux_loss, "aux_loss")
         scaler = self.scaler
         loss = at_least_float32(aux_loss.full_tensor() if is_dtensor(aux_loss) else aux_loss).sum()  # type: ignore[attr-defined]
-        scale = None if torch.compiler.is_compiling() else _INSTEAD.get()
-        is_own = not torch.compiler.is_compiling() and scale is None
-        return _Attach.apply(x, loss, _scale_of(scaler, loss) if scale is None else scale, scaler if is_own else None)
+        is_compiling = torch.compiler.is_compiling()
+        scale = None if is_compiling else ATTACHED_SCALE.get()
+        if scale is not None or not scaler._enabled:
+            return _Attach.apply(x, loss, torch.ones((), device=loss.device) if scale is None else scale, None)
+        state = scaler._state  # torch's name of its scale is a property, which cannot be compiled
+        if state._scale is None:
+            _place(scaler, loss.device)
+        return _Attach.apply(x, loss, state._scale, None if is_compiling else scaler)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Attach":
         return Attach(memo.get(id(self.scaler), self.scaler))
@@ -54,41 +58,16 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.scaler is not None:
-            _warn_of_another_scaler(ctx.scaler)
+        scaler: GradScaler | None = ctx.scaler
+        if scaler is not None and not (scaler._losses or scaler._loss_is_optional):  # such as that of a copied layer
+            scaler._loss_is_optional = True
+            warn_caller(
+                "an attached loss takes its loss scale from a scaler that has scaled no loss since its last update(), "
+                "so that its gradients may have another scale than the rest; pass the loss through scale() of the same "
+                "scaler, and in a model that was loaded, or beside a new scaler, set attach=scaler.attach again"
+            )
         device, dtype = ctx.kind
         return grad, ctx.scale.to(device, dtype, copy=True), None, None
-
-
-def _warn_of_another_scaler(scaler: "GradScaler") -> None:
-    """Warn once if a scaler has not scaled the loss of the running backward pass, as that of a copied layer."""
-    if scaler._enabled and not (scaler._losses or scaler._has_warned):
-        scaler._has_warned = True
-        warn_caller(
-            "an attached loss takes its loss scale from a scaler that has scaled no loss since its last update(), so "
-            "that its gradients may have another scale than the rest; pass the loss through scale() of the same "
-            "scaler, and in a model that was loaded, or beside a new scaler, set attach=scaler.attach again"
-        )
-
-
-@contextlib.contextmanager
-def attached_with(scale: Tensor) -> Iterator[None]:
-    """Make each `attach` of any scaler read `scale`, float32 of shape `()`, within the context."""
-    token = _INSTEAD.set(scale)
-    try:
-        yield
-    finally:
-        _INSTEAD.reset(token)
-
-
-def _scale_of(scaler: "GradScaler", loss: Tensor) -> Tensor:
-    if not scaler._enabled:
-        return torch.ones((), device=loss.device)
-    state = scaler._state  # torch's name of its scale is a property, which cannot be compiled
-    if state._scale is None:
-        _place(scaler, loss.device)
-    scale: Tensor = state._scale
-    return scale
 
 
 @not_compiled
@@ -96,10 +75,10 @@ def _place(scaler: "GradScaler", device: torch.device) -> None:
     scaler._lazy_init_scale_growth_tracker(device)
 
 
-def _require_floats(value: Any, name: str) -> None:
+def _require_floats(value: object, name: str) -> None:
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        given = f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"{type(value).__name__}"
+        kind = f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(
-            f"{name} is {given}, through which no gradient flows; attach takes tensors of floats; pass an activation, "
+            f"{name} is {kind}, through which no gradient flows; attach takes tensors of floats; pass an activation, "
             "and a loss that the model computes: x = scaler.attach(x, aux_loss)"
         )

@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from lossscale_core import BaseScaling, ScaleState
 from lossscale_core.adapters import check_setting, shown_number, warn_caller
 from lossscale_core.errors import CallOrderError, RetriesExhaustedError
 from lossscale_torch._gradients import params_of
-from lossscale_torch._record import STEPPED, OptimizerStep, read_numbers
+from lossscale_torch._record import OptimizerStep, read_numbers
 from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._step_info import StepInfo
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from lossscale_torch._scaler import GradScaler
 
 
@@ -41,19 +41,20 @@ class Attempt:
 def attempts(scaler: "GradScaler", modules: Sequence[Module], retries: int, raise_at_end: bool) -> Iterator[Attempt]:
     """Return the iterator of `GradScaler.attempts`."""
     check_setting("retries", retries)
-    for each in modules:
-        if not isinstance(each, Module):
-            raise TypeError(f"attempts() was given {type(each).__name__}; it takes modules: scaler.attempts(model)")
+    for module in modules:
+        if not isinstance(module, Module):
+            raise TypeError(f"attempts() was given {type(module).__name__}; it takes modules: scaler.attempts(model)")
     return _attempts(scaler, modules, retries, raise_at_end)
 
 
 def _attempts(scaler: "GradScaler", modules: Sequence[Module], retries: int, raise_at_end: bool) -> Iterator[Attempt]:
-    tries = Tries(scaler, modules)
-    attempt, after_first = tries.attempt, None
     if not scaler.is_enabled():
+        attempt = Attempt()
         yield attempt
         attempt.info = scaler.last_step
         return
+    tries, after_first = Tries(scaler, modules), None
+    attempt = tries.attempt
     try:
         scaler._watch.tries = tries  # a loop that was left without its end does not stand in the way
         for attempt.number in range(retries + 1):
@@ -84,23 +85,22 @@ def _attempts(scaler: "GradScaler", modules: Sequence[Module], retries: int, rai
 class Tries:
     """The tries of one step, with copies of what each begins with. The watch sees the outcome of the loop only."""
 
+    updates = 0
+    """The updates in this try."""
+    is_over = has_bad_loss = False
+    is_at_floor = False
+    """Whether a further try would have the same loss scale."""
+
     def __init__(self, scaler: "GradScaler", modules: Sequence[Module]) -> None:
         self.scaler, self.attempt = scaler, Attempt()
         self.put_random_states_back, self.buffers = random_states(), [*map(Buffers, modules)]
-        for buffers in self.buffers:
-            buffers.save()
-        self.updates = 0
-        """The updates in this try."""
         self.records: dict[int, OptimizerStep] = {}
         """The records of the last try."""
         self.applied: list[int] = []
         """The optimizers that were applied in a try; later ones leave them alone."""
-        self.is_over = self.has_bad_loss = False
-        self.is_at_floor = False
-        """Whether a further try would have the same loss scale."""
 
     @property
-    def optimizers(self) -> "list[Optimizer]":
+    def optimizers(self) -> list[Optimizer]:
         return [step.optimizer for step in self.records.values() if step.optimizer is not None]
 
     def begin_another(self) -> None:
@@ -113,7 +113,7 @@ class Tries:
         self.attempt.info, self.updates = None, 0
         for key in self.applied:
             done = self.scaler._per_optimizer_states[key] = self.records[key]
-            done["stage"], done["found_inf_per_device"] = STEPPED, {}
+            done["stage"], done["found_inf_per_device"] = OptState.STEPPED, {}
             done.applied = done.is_done = True
 
     def note(self, info: StepInfo) -> None:
@@ -124,21 +124,20 @@ class Tries:
             return
         scaler, self.attempt.info = self.scaler, info
         self.attempt._infos.append(info)
-        by_optimizer, device = info.by_optimizer or {}, torch.device("cpu")
-        if scaler._scale is not None:
-            device = scaler._scale.device
+        by_optimizer = info.by_optimizer or {}
         outcomes: list[bool | float | Tensor] = [info.overflowed, info.loss_scale_used, *by_optimizer.values()]
-        if any(isinstance(each, Tensor) for each in outcomes):
-            outcomes = [*read_numbers([torch.as_tensor(each, device=device) for each in outcomes], device)]
+        if any(isinstance(outcome, Tensor) for outcome in outcomes):
+            device = scaler._scale.device
+            outcomes = [*read_numbers([torch.as_tensor(outcome, device=device) for outcome in outcomes], device)]
         overflowed, used, *applied = outcomes
         self.records = scaler._per_optimizer_states
-        self.applied = [key for key, each in zip(by_optimizer, applied, strict=True) if each]
+        self.applied = [key for key, is_applied in zip(by_optimizer, applied, strict=True) if is_applied]
         policy = BaseScaling.of(scaler.policy)
         self.is_at_floor = float(used) <= policy.bounds()[0]
         self.is_over = not (overflowed and policy.adapts)
         if not self.is_over:
             self.has_bad_loss = not scaler._are_losses_finite()
-            self.is_over = scaler._ranks.any_of(self.has_bad_loss, self.optimizers, device)
+            self.is_over = scaler._ranks.any_of(self.has_bad_loss, self.optimizers, scaler._scale.device)
 
     def require_one_update(self) -> None:
         """Raise an error unless the body was one step of this loop alone."""
@@ -166,7 +165,7 @@ class Tries:
         records = self.scaler._per_optimizer_states
         # After the update of a try, another open step is not of this loop, which was left and held.
         if self.updates == 0 or records is self.records or not records:
-            if not self.applied and not any(step.may_have_moved for step in self.scaler.optimizer_steps):
+            if not self.applied and not any(step.may_have_moved for step in self.scaler.optimizer_steps()):
                 for buffers in self.buffers:
                     buffers.put_back()
             self.scaler._abandon()

@@ -16,16 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lossscale_core import ScalingPolicy
-from lossscale_torch._extras._range_report import (
-    LOW_PRECISION,
-    Overflow,
-    Passes,
-    RangeReport,
-    passes_of,
-    plain_name,
-    power_of,
-    require_model_and_function,
-)
+from lossscale_torch._extras._range_report import LOW_PRECISION, Overflow, Passes, RangeReport, plain_name, power_of
 from lossscale_torch._gradients import at_least_float32
 
 _MAX_MODULES = 16
@@ -62,14 +53,14 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
     modules, undo = _running_modules(model), ExitStack()
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
-        found = {name: module for name, module in modules.items() if name and _matches(name, pattern)}
-        if not found:
+        matches = {name: module for name, module in modules.items() if name and _matches(name, pattern)}
+        if not matches:
             nearest = "".join(difflib.get_close_matches(pattern, modules, 1, 0.0))
             raise ValueError(
                 f"keep_in_float32() was given {pattern!r}, which names no module with a forward pass; the nearest name "
                 f"is {nearest!r}; call keep_in_float32(model, plan.modules)"
             )
-        chosen |= found
+        chosen |= matches
     for name, module in chosen.items():
         _require_float32_parameters(module, name)
     for name, module in chosen.items():
@@ -97,9 +88,7 @@ def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args
     copies: dict[Tensor, Tensor] = {}
 
     def cast(tensor: Tensor) -> Tensor:
-        if tensor not in copies:
-            copies[tensor] = at_least_float32(tensor)
-        return copies[tensor]
+        return copies.setdefault(tensor, at_least_float32(tensor))
 
     def in_float32(value: Any) -> Any:
         # A list or a dict without such tensors is passed on itself, since the module may write into it.
@@ -115,9 +104,9 @@ def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args
     device = next((place for place in places if place not in ("cpu", "meta")), "cpu")
     with torch.autocast(device, enabled=False):
         result = forward(*map(in_float32, args), **{key: in_float32(value) for key, value in kwargs.items()})
-    for given, copy in copies.items() if is_eager else ():
-        if copy is not given and not copy.is_inference() and copy._version:
-            given.copy_(copy)
+    for tensor, copy in copies.items() if is_eager else ():
+        if copy is not tensor and not copy.is_inference() and copy._version:
+            tensor.copy_(copy)  # the module has written into it
     return result
 
 
@@ -175,10 +164,7 @@ class Float32Plan(NamedTuple):
 
 
 def float32_plan(
-    model: nn.Module,
-    loss_fn: Callable[[], Tensor] | Sequence[Callable[[], Tensor]],
-    *,
-    at_least: float = 2.0**0,
+    model: nn.Module, loss_fn: Callable[[], Tensor] | Sequence[Callable[[], Tensor]], *, at_least: float = 2.0**0
 ) -> Float32Plan:
     """Search the modules that must run in float32, so that neither the forward nor the backward pass overflows.
 
@@ -203,8 +189,8 @@ def float32_plan(
             and never called, though its weights are used.
     """
     loss_fns = loss_fn if isinstance(loss_fn, Sequence) else [loss_fn]
-    for each in loss_fns:
-        require_model_and_function(model, each, "float32_plan")
+    for function in loss_fns:
+        Passes.require_arguments(model, function, "float32_plan")
     search = _Search(model, loss_fns)
     before = search.report([])
     names: list[str] = []
@@ -252,12 +238,8 @@ class _Search:
 
     def overflow(self, names: list[str], at_least: float | None) -> Overflow | None:
         """Return what overflows first, in the forward pass or else at a loss scale."""
-
-        def first(passes: Passes) -> Overflow | None:
-            return passes.overflow() or (None if at_least is None else passes.overflow_at(at_least))
-
         try:
-            return next(filter(None, self._results(names, first)), None)
+            return next(filter(None, self._results(names, lambda passes: passes.overflow(at_least))), None)
         except RuntimeError as error:  # such as of index_add_, where a kept module's result meets a half buffer
             if not names or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -302,7 +284,8 @@ class _Search:
     def _results(self, names: list[str], read: Callable[[Passes], Any]) -> Iterator[Any]:
         model = self.modules[""]
         for loss_fn in self._loss_fns:
-            with keep_in_float32(model, names), passes_of(model, loss_fn) as passes:
+            with keep_in_float32(model, names) as undo:
+                passes = Passes(model, loss_fn, undo)
                 result = read(passes)
             self._count += 1 + len(passes.seen)
             self._called |= passes.called & self.modules.keys()

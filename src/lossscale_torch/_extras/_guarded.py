@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lossscale_core import ScaleState, SpikeGuard
+from lossscale_core import SpikeGuard
 from lossscale_core.adapters import check_setting, log_event, shown
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import params_of, values_of
-from lossscale_torch._record import LEGACY, kind_of, read_numbers
+from lossscale_torch._record import Kind, kind_of, read_numbers
 from lossscale_torch._report import pairs
 from lossscale_torch._scaler import GradScaler
-from lossscale_torch._state import is_capturing
+from lossscale_torch._state import DeviceFields, is_capturing
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
 from lossscale_torch._watch import CHECK_EVERY, Watch
@@ -34,19 +35,25 @@ else:
 
 
 _MAX_NAMES = 4
+_NOT_APPLIED = StepInfo(False, 1.0, 1.0, 0)
 
 
 class GuardedOptimizer(_AnyOptimizer):
     """The type of an optimizer that `guarded` has made atomic; its class is also a subclass of the optimizer's own."""
 
-    last_step: StepInfo
-    """The outcome of the last `step`, true if it was applied; before the first, and of a step that was interrupted, a
-    step that was not applied."""
+    _lossscale: "_Step"
+
+    @property
+    def last_step(self) -> StepInfo:
+        """The outcome of the last `step`, true if it was applied.
+
+        Before the first, and of a step that was interrupted, it is a step that was not applied.
+        """
+        return self._lossscale.last_step
 
     def metrics(self) -> dict[str, Any]:
         """Return the numbers of steps and of skipped ones, and the guard's, as `GradScaler.metrics` does."""
-        numbers: dict[str, Any] = self._lossscale.metrics()
-        return numbers
+        return self._lossscale.metrics()
 
 
 def guarded(
@@ -114,58 +121,44 @@ def guarded(
         raise CallOrderError(f"this {type(optimizer).__name__} is guarded already; call guarded() once")
     if reason := _unfit(optimizer):
         raise TypeError(f"guarded() was given {type(optimizer).__name__}, which {reason}")
-    made: Any = optimizer
     if on_bad not in ("skip", "raise"):
         raise PolicyError(f'on_bad={shown(on_bad)} must be "skip" or "raise"; leave it out to skip bad steps')
-    scaler = _Step(guard, max_norm, process_group, norm_group)
+    scaler = _Step(
+        "cpu", policy="none", guard=guard, half_gradients=True, process_group=process_group, norm_group=norm_group
+    )
+    for name in ("process_group", "norm_group"):
+        scaler._ranks.require_member(name)
+    scaler.max_norm = math.inf if max_norm is None else check_setting("max_norm", max_norm)
     limit = check_setting("max_overflow_streak", max_streak)
     scaler._watch = GuardedWatch(_names_of(optimizer, names), on_bad == "raise", limit)
     vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
-    made._lossscale, made.last_step = scaler, scaler.last_step
-    made.__class__ = _guarded_class(made.__class__)
-    return made
+    result: Any = optimizer
+    result._lossscale, result.__class__ = scaler, _guarded_class(result.__class__)
+    return result
 
 
 class _Step(GradScaler):
     """The step of a guarded optimizer: that of a scaler without scaling."""
 
-    def __init__(
-        self,
-        guard: SpikeGuard | None,
-        max_norm: float | None,
-        process_group: "ProcessGroup | None",
-        norm_group: "ProcessGroup | None",
-    ) -> None:
-        super().__init__(
-            "cpu", policy="none", guard=guard, half_gradients=True, process_group=process_group, norm_group=norm_group
-        )
-        for name in ("process_group", "norm_group"):
-            self._ranks.require_member(name)
-        self.max_norm = math.inf if max_norm is None else check_setting("max_norm", max_norm)
-        self.can_be_copied = process_group is None and norm_group is None
+    max_norm: float
 
     def take(self, optimizer: torch.optim.Optimizer, inner: dict[str, Any]) -> None:
         """Take a step or skip it; the outcome is that of the last step."""
-        norm = None
+        self.last_step = _NOT_APPLIED
         try:
             self._abandon()  # what an interrupted step has left
             # Of a parameter, with a gradient or without: ranks must combine their flags on devices of one type.
             self.place_on(next((param.device for param in params_of(optimizer)), "cpu"))
             norm = clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
             self.step(optimizer, _inner=inner)
-            self.update()
+            self.last_step = self.update()._replace(norm=norm)  # type: ignore[misc]
         finally:
-            self.last_step = self.last_step._replace(norm=norm)  # type: ignore[misc]
             self._abandon()
 
-    def guard_state(self) -> dict[str, Any]:
-        """Return the entry of the guard in a state dict, if there is one."""
-        return {name: value for name, value in self.state_dict().items() if name == "guard"}
-
     def __getstate__(self) -> dict[str, Any]:
-        if not self.can_be_copied:
+        if self._ranks.process_group is not None or self._ranks.norm_group is not None:
             raise TypeError("an optimizer that is guarded with a group of ranks has no copy; guard the copy")
-        return super().__getstate__()
+        return {**super().__getstate__(), "last_step": _NOT_APPLIED}
 
 
 class GuardedWatch(Watch):
@@ -181,22 +174,22 @@ class GuardedWatch(Watch):
     def after_update(self, scaler: GradScaler, info: StepInfo) -> None:
         """Log a skipped step, or raise `OverflowStreakError`. Reads the gradients if the host knows the outcome."""
         self.steps += 1
-        (step,) = scaler.optimizer_steps
-        optimizer, is_captured = step.optimizer, is_capturing()
-        name = type(optimizer).__name__
+        (step,) = scaler.optimizer_steps()
+        name, is_captured = type(step.optimizer).__name__, is_capturing()
         if isinstance(info.applied, Tensor):
             if self.raises:
                 torch._assert_async(info.applied, f"a step of {name} had gradients that are not finite, or a spike")
         elif not info.applied and not is_captured and (self.raises or not self.has_logged):
-            cause = f"the gradients of {self._names_of_bad(optimizer)} are not finite"
             if info.spiked and step.norm is not None:
                 cause = f"its gradient norm of {step.norm.item():g} is far above those before"
+            else:
+                cause = f"the gradients of {self._names_of_bad(scaler, step.optimizer)} are not finite"
             if self.raises:
                 raise OverflowStreakError(
                     f"step {self.steps} of {name} was not taken: {cause}. Parameters and the optimizer's state are as "
                     "they were; look at the loss, the learning rate and the data"
                 )
-            self._log_skip(scaler, optimizer, f"step {self.steps} of {name} was skipped: {cause}")
+            self._log_skip(scaler, f"step {self.steps} of {name} was skipped: {cause}")
         super().after_update(scaler, info)
         limit, streak = self.max_streak, info.overflow_streak
         if limit is None or is_captured or (isinstance(streak, Tensor) and self.steps % limit):
@@ -207,34 +200,38 @@ class GuardedWatch(Watch):
                 f"max_streak={limit}; look at the loss, the learning rate and the data"
             )
 
-    def _names_of_bad(self, optimizer: torch.optim.Optimizer) -> str:
-        params = params_of(optimizer)
-        names = [*self.names, *("a parameter that was added later" for _ in params[len(self.names) :])]
-        known = [(name, param.grad) for name, param in zip(names, params, strict=False) if param.grad is not None]
-        flags = [torch.isfinite(values_of(grad)).all() for _, grad in known]
-        finite = read_numbers(flags, flags[0].device) if flags else []
-        bad = [name for (name, _), is_finite in zip(known, finite, strict=True) if not is_finite]
+    def _names_of_bad(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> str:
+        names = itertools.chain(self.names, itertools.repeat("a parameter that was added later"))
+        named = [pair for pair in zip(names, params_of(optimizer), strict=False) if pair[1].grad is not None]
+        flags = [torch.isfinite(values_of(param.grad)).all() for _, param in named]
+        are_finite = read_numbers(flags, scaler._scale.device)
+        bad = [name for (name, _), is_finite in zip(named, are_finite, strict=True) if not is_finite]
         more = f" and {len(bad) - _MAX_NAMES} more" if len(bad) > _MAX_NAMES else ""
         return ", ".join(bad[:_MAX_NAMES]) + more if bad else "another rank"
 
     def _is_time(self) -> bool:
         return not self.has_logged or self.steps % CHECK_EVERY == 0
 
-    def _log_late(self, scaler: GradScaler, state: ScaleState, spikes: int) -> None:
+    def _late_tensors(self, scaler: GradScaler, fields: DeviceFields) -> list[Tensor]:
+        guard = scaler._guard.first() if scaler._guard is not None else None
+        return [fields.counts, *([guard.spikes] if guard is not None and isinstance(guard.spikes, Tensor) else [])]
+
+    def _log_late(self, scaler: GradScaler, fields: DeviceFields, numbers: list[float]) -> None:
+        state = fields.with_numbers(numbers)
+        spikes = int(sum(numbers[len(fields.counts) :]))
         if self.has_logged:
             self.log(scaler.policy, state)
         elif skipped := int(state.skipped_steps) + spikes:
-            (step,) = scaler.optimizer_steps
+            (step,) = scaler.optimizer_steps()
             self._log_skip(
                 scaler,
-                step.optimizer,
                 f"{skipped} of the first {self.steps} steps of {type(step.optimizer).__name__} were skipped: gradients "
                 "were not finite, or their norm was far above those before",
             )
 
-    def _log_skip(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, text: str) -> None:
+    def _log_skip(self, scaler: GradScaler, text: str) -> None:
         self.has_logged = True
-        if scaler._ranks.is_first(optimizer):
+        if scaler._ranks.is_first(scaler.optimizer_steps()[0].optimizer):
             log_event("skipped_step", f"{text}; parameters and the optimizer's state stay as they were")
 
 
@@ -280,11 +277,7 @@ def _guarded_class(kind: Any) -> Any:
                 with torch.enable_grad():
                     loss = closure()
                 settings["closure"] = lambda: loss
-            self.last_step = self._lossscale.last_step = _not_taken()
-            try:
-                self._lossscale.take(self, settings)
-            finally:
-                self.last_step = self._lossscale.last_step
+            self._lossscale.take(self, settings)
             return loss
 
         # A scheduler wraps a step without this mark, and torch one that does not call hooks: the inner step does.
@@ -292,26 +285,19 @@ def _guarded_class(kind: Any) -> Any:
 
         def state_dict(self) -> dict[str, Any]:
             """Return the optimizer's entries, and the guard's."""
-            return {**super().state_dict(), **self._lossscale.guard_state()}
+            guard = {name: value for name, value in self._lossscale.state_dict().items() if name == "guard"}
+            return {**super().state_dict(), **guard}
 
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             """Continue with the optimizer's entries, and the guard's if there are any."""
-            guard = self._lossscale._guard
-            with self._lossscale._loading(state_dict, [guard] if guard is not None else []):
+            with self._lossscale._loading(state_dict, self._lossscale._saved_hooks()):
                 super().load_state_dict({name: value for name, value in state_dict.items() if name != "guard"})
 
-        def __getstate__(self) -> dict[str, Any]:
-            return {**super().__getstate__(), "_lossscale": self._lossscale, "last_step": _not_taken()}
-
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return _new_guarded, (kind,), self.__getstate__()
+            return _new_guarded, (kind,), {**super().__getstate__(), "_lossscale": self._lossscale}
 
     Guarded.__name__, Guarded.__qualname__ = kind.__name__, kind.__qualname__
     return Guarded
-
-
-def _not_taken() -> StepInfo:
-    return StepInfo(False, 1.0, 1.0, 0)
 
 
 def _new_guarded(kind: Any) -> Any:
@@ -323,7 +309,7 @@ def _unfit(optimizer: Any) -> str:
     """Return why an optimizer's step cannot be judged before it, or an empty text."""
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         return "has no param_groups; pass a torch.optim.Optimizer"
-    if kind_of(optimizer) is LEGACY:
+    if kind_of(optimizer) is Kind.LEGACY:
         return "takes a scaler in its step; make it without"
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if (closure is not None and closure.default is inspect.Parameter.empty) or hasattr(optimizer, "first_step"):

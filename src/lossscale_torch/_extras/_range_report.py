@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lossscale_core import DynamicScaling, NoScaling, ScalingPolicy
-from lossscale_torch._extras._attach import attached_with
+from lossscale_torch._extras._attach import ATTACHED_SCALE
 from lossscale_torch._gradients import at_least_float32, values_of
 from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._verbs import scaled
@@ -93,16 +93,12 @@ class RangeReport(NamedTuple):
 
         `NoScaling` if no gradient is computed in float16 or float8; None if no scale fits.
         """
-        settings = self._settings()
-        return None if settings is None else DynamicScaling(**settings) if settings else NoScaling()
-
-    def _settings(self) -> dict[str, Any] | None:
-        if self.init_scale is None:
+        init_scale, low = self.init_scale, _DEFAULT.min_scale
+        if init_scale is None:
             return None
-        if not any(each.dtype in LOW_PRECISION - {torch.bfloat16} for each in self.backward):
-            return {}
-        low = {} if self.init_scale >= _DEFAULT.min_scale else {"min_scale": self.init_scale * 2.0**-8}
-        return {"init_scale": self.init_scale, **low}
+        if not any(record.dtype in LOW_PRECISION - {torch.bfloat16} for record in self.backward):
+            return NoScaling()
+        return DynamicScaling(init_scale=init_scale, min_scale=low if init_scale >= low else init_scale * 2.0**-8)
 
     def __str__(self) -> str:
         return "\n".join([self._forward_line(), *self._backward_lines()])
@@ -124,22 +120,23 @@ class RangeReport(NamedTuple):
     def _backward_lines(self) -> list[str]:
         if not math.isfinite(self.loss):
             return ["backward: not run, since the loss is not finite before it is scaled"]
-        settings = self._settings()
-        if settings is None or self.overflows_above is None:
+        policy, limit = self.policy, self.overflows_above
+        if policy is None or limit is None:
             where = f", first in {self.overflows_first}" if self.overflows_first else ""
             return [
                 f"backward: not finite even at a loss scale of {power_of(2.0**_SMALLEST)}{where}",
                 "look for a division by zero, or a root or logarithm of zero",
                 "without one, give the loss a smaller weight, or compute in float32 or bfloat16",
             ]
-        if not settings:
+        if not isinstance(policy, DynamicScaling):
             return ["backward: finite; no gradient is computed in float16 or float8", "use NoScaling()"]
-        init_scale, limit = power_of(settings["init_scale"]), power_of(self.overflows_above)
-        advice = f"use DynamicScaling({', '.join(f'{name}={power_of(each)}' for name, each in settings.items())})"
+        init_scale = power_of(policy.init_scale)
+        low = f", min_scale={power_of(policy.min_scale)}" if policy.min_scale < _DEFAULT.min_scale else ""
+        advice = f"use DynamicScaling(init_scale={init_scale}{low})"
         if overflow := self._overflow:  # a finite loss that hides it, as x / inf is zero, trains on wrong values
             advice = f"keep {overflow.module} in float32 before you choose a scale: float32_plan(model, loss_fn)"
         return [
-            f"backward: overflows above a loss scale of {limit}, first in {self.overflows_first}",
+            f"backward: overflows above a loss scale of {power_of(limit)}, first in {self.overflows_first}",
             f"gradient elements that flush to zero: {_percent(self.flushed)} at {init_scale}, "
             f"{_percent(self.flushed_at_one)} at 1",
             advice,
@@ -166,17 +163,9 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
         TypeError: `model` is not a module, or `loss_fn` is not a function that returns a tensor.
         ValueError: The loss has several elements, or no graph leads from it to a parameter.
     """
-    require_model_and_function(model, loss_fn, "range_report")
-    with passes_of(model, loss_fn) as passes:
-        return passes.report()
-
-
-def require_model_and_function(model: object, loss_fn: object, caller: str) -> None:
-    if not isinstance(model, nn.Module) or not callable(loss_fn):
-        raise TypeError(
-            f"{caller} was given {type(model).__name__} and {type(loss_fn).__name__}; it takes a module, and a "
-            f"function without arguments; write {caller}(model, lambda: loss_fn(model(batch)))"
-        )
+    Passes.require_arguments(model, loss_fn, "range_report")
+    with contextlib.ExitStack() as undo:
+        return Passes(model, loss_fn, undo).report()
 
 
 class Overflow(NamedTuple):
@@ -190,38 +179,44 @@ class Overflow(NamedTuple):
     """`"forward"`, `"backward"`, or `"error"` if the pass raised one."""
 
 
-@contextlib.contextmanager
-def passes_of(model: nn.Module, loss_fn: Callable[[], Tensor]) -> "Iterator[Passes]":
-    """Run the forward pass; leave gradients, buffers and random states as they were at the end."""
-    with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as undo:
-        buffers = Buffers(model)
-        buffers.save()
-        undo.callback(buffers.put_back)
+class Passes:
+    """One forward pass, and backward passes of its loss at different scales.
+
+    `undo` leaves gradients, buffers and random states as they were.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], undo: contextlib.ExitStack) -> None:
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.callback(Buffers(model).put_back)
         undo.callback(random_states())
-        for param in model.parameters():
+        self._names = {param: plain_name(name) for name, param in model.named_parameters()}
+        for param in self._names:
             _take_gradient(param, undo)
             if hooks := param._post_accumulate_grad_hooks:  # no optimizer steps in a backward pass
                 undo.callback(setattr, param, "_post_accumulate_grad_hooks", hooks)
                 param._post_accumulate_grad_hooks = {}  # None would leave them in place
-        yield Passes(model, loss_fn, undo)
-
-
-class Passes:
-    """One forward pass, and backward passes of its loss at different scales."""
-
-    def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], undo: contextlib.ExitStack) -> None:
-        self._names = {param: plain_name(name) for name, param in model.named_parameters()}
-        self._attached_with = torch.ones((), dtype=torch.float32, device="cpu")
-        self._places = _Places(model, undo)
-        self.seen: dict[float, tuple[list[OperationRange], dict[str, float]]] = {}
-        with _Recorder(self._places) as recorder, attached_with(self._attached_with):
+        self._attached_scale = torch.ones((), dtype=torch.float32, device="cpu")
+        undo.callback(ATTACHED_SCALE.reset, ATTACHED_SCALE.set(self._attached_scale))
+        self._recorder = _Recorder(model, undo)
+        with self._recorder:
             loss = loss_fn()
-        self.called = set(self._places.paths)
-        self._loss = scaled(_checked(loss), 1.0)
-        self._of_forward = RangeReport(float(self._loss.detach()), tuple(recorder.records), (), None, "", 0.0, 0.0)
+        self.called = set(self._recorder.paths)
+        self._loss = scaled(_require_loss(loss), 1.0)
+        forward = tuple(self._recorder.records)
+        self._of_forward = RangeReport(float(self._loss.detach()), forward, (), None, "", 0.0, 0.0)
         self.leaves = set(_leaves_of(self._loss))
         for leaf in self.leaves - self._names.keys():
             _take_gradient(leaf, undo)
+        self.seen: dict[float, tuple[list[OperationRange], dict[str, float]]] = {}
+
+    @staticmethod
+    def require_arguments(model: object, loss_fn: object, caller: str) -> None:
+        """Raise `TypeError` unless the arguments are a module and a function."""
+        if not isinstance(model, nn.Module) or not callable(loss_fn):
+            raise TypeError(
+                f"{caller} was given {type(model).__name__} and {type(loss_fn).__name__}; it takes a module, and a "
+                f"function without arguments; write {caller}(model, lambda: loss_fn(model(batch)))"
+            )
 
     def report(self) -> RangeReport:
         """Search the largest scale that fits, between one that fits and one that does not."""
@@ -240,17 +235,18 @@ class Passes:
         above, cause = (limit, overflow.cause) if records and overflow else (math.inf, "")
         return RangeReport(report.loss, report.forward, records, above, cause, flushed, at_one)
 
-    def overflow(self) -> Overflow | None:
-        """Return what overflows first in the forward pass."""
+    def overflow(self, loss_scale: float | None) -> Overflow | None:
+        """Return what overflows first in the forward pass, or else in a backward pass at a scale."""
         report = self._of_forward
-        places = tuple(each.module for each in report.forward if each.overflowed)[:1]
-        return None if report.forward_finite else Overflow(report._forward_line(), places)
+        if report.forward_finite:
+            return None if loss_scale is None else self.overflow_at(loss_scale)
+        return Overflow(report._forward_line(), (report._overflow.module,) if report._overflow else ())
 
     def overflow_at(self, loss_scale: float) -> Overflow | None:
         """Return what overflows first in a backward pass at a scale: an operation, or else a parameter's gradient."""
         records, norms = self.at(loss_scale)
-        if later := [*itertools.dropwhile(lambda each: not each.overflowed, records)]:
-            return Overflow(str(later[0]), tuple(each.module for each in later), "backward")
+        if later := [*itertools.dropwhile(lambda record: not record.overflowed, records)]:
+            return Overflow(str(later[0]), tuple(record.module for record in later), "backward")
         # A backward pass begins at the last module.
         for name in reversed(norms):
             if not math.isfinite(norms[name]):
@@ -260,38 +256,40 @@ class Passes:
     def at(self, loss_scale: float) -> tuple[list[OperationRange], dict[str, float]]:
         """Return the operations of a backward pass at a scale, and the norms of the parameters' gradients."""
         if loss_scale not in self.seen:
-            seed = torch.full_like(self._loss, loss_scale)
-            self._attached_with.fill_(loss_scale)
+            self._attached_scale.fill_(loss_scale)
+            self._recorder.records = []
             # Each pass draws the same random numbers. The graph is kept, so that loss_fn may draw another batch.
-            undo = contextlib.ExitStack()
-            with undo, attached_with(self._attached_with), _Recorder(self._places) as recorder:
-                undo.callback(random_states())
-                torch.autograd.backward(self._loss, seed, retain_graph=True)
+            put_random_states_back = random_states()
+            with self._recorder:
+                torch.autograd.backward(self._loss, torch.full_like(self._loss, loss_scale), retain_graph=True)
+            put_random_states_back()
             norms = {}
             for param, name in self._names.items():
                 if param.grad is not None:
                     norms[name] = float(values_of(param.grad.detach()).double().norm())
                     param.grad = None
-            self.seen[loss_scale] = recorder.records, norms
+            self.seen[loss_scale] = self._recorder.records, norms
         return self.seen[loss_scale]
 
     def _flushed(self, loss_scale: float, limit: float) -> float:
-        zeros, more = (sum(each.zeros for each in self.at(scale)[0]) for scale in (limit, loss_scale))
-        elements = sum(each.elements for each in self.at(limit)[0])
+        zeros, more = (sum(record.zeros for record in self.at(scale)[0]) for scale in (limit, loss_scale))
+        elements = sum(record.elements for record in self.at(limit)[0])
         return max(0.0, more - zeros) / max(elements - zeros, 1)
 
 
-class _Places:
-    """The module that an operation belongs to: in the forward pass by hooks, in the backward pass by its node.
+class _Recorder(TorchDispatchMode):
+    """Measures the results in low precision, with their modules: in a backward pass the module that made the node.
 
     autograd numbers its nodes as they are made; the numbers at which a module begins and ends say which nodes it made:
     https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.profiler.profile
     """
 
     def __init__(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
-        self._stack: list[str] = []
-        self._numbers: list[int] = []
+        super().__init__()
+        self.records: list[OperationRange] = []
         self.paths: list[str] = []
+        self._numbers: list[int] = []
+        self._stack: list[str] = []
         for name, module in model.named_modules():
             enter = functools.partial(self._note, plain_name(name) or type(module).__name__)
             undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
@@ -299,14 +297,6 @@ class _Places:
             undo.callback(module.register_forward_hook(leave, always_call=True).remove)
         # Each thread numbers the nodes that it makes, so that one thread must make and run all of them.
         undo.enter_context(torch.autograd.set_multithreading_enabled(False))
-
-    def current(self) -> str:
-        """Return the path of the module that the running operation belongs to."""
-        node: Any = torch._C._current_autograd_node()
-        if self._stack or node is None:
-            return self._stack[-1] if self._stack else _OUTSIDE
-        place = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
-        return self.paths[place] if place >= 0 and node._sequence_nr() < 2**63 else _OUTSIDE
 
     def _note(self, entered: str, *_: object) -> None:
         """Note the node that is made next, where a module is entered or left."""
@@ -317,36 +307,30 @@ class _Places:
         self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self.paths.append(self._stack[-1] if self._stack else _OUTSIDE)
 
-
-class _Recorder(TorchDispatchMode):
-    """Measures the results in low precision."""
-
-    def __init__(self, places: _Places) -> None:
-        super().__init__()
-        self._places = places
-        self.records: list[OperationRange] = []
+    def _module(self) -> str:
+        """Return the path of the module that the running operation belongs to."""
+        node: Any = torch._C._current_autograd_node()
+        if self._stack or node is None:
+            return self._stack[-1] if self._stack else _OUTSIDE
+        place = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self.paths[place] if place >= 0 and node._sequence_nr() < 2**63 else _OUTSIDE
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a subclass of Tensor goes first; its inner operations are measured
         name, kwargs = str(func.overloadpacket), kwargs or {}
-        are_finite = _COMPUTES_NOTHING.match(name) is None and all(map(_is_finite, tree_leaves((args, kwargs))))
+        computes = not (_COMPUTES_NOTHING.match(name) or func.is_view)
+        are_finite = computes and all(map(_is_finite, tree_leaves((args, kwargs))))
         result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, Tensor) or tensor.dtype not in LOW_PRECISION or not tensor.numel():
-                continue
-            if not _COMPUTES_NOTHING.match(name) and not func.is_view:
-                self.records.append(_measured(tensor, name, self._places.current(), are_finite))
+        for tensor in tree_leaves(result) if computes else ():
+            if isinstance(tensor, Tensor) and tensor.dtype in LOW_PRECISION and tensor.numel():
+                values = at_least_float32(values_of(tensor.detach())).abs()
+                finite = torch.isfinite(values)
+                largest, zeros = float(torch.where(finite, values, 0.0).max()), int((values == 0.0).sum())
+                overflowed, size = are_finite and not bool(finite.all()), values.numel()
+                record = OperationRange(name, self._module(), tensor.dtype, largest, overflowed, size, zeros)
+                self.records.append(record)
         return result
-
-
-def _measured(tensor: Tensor, operation: str, module: str, inputs_are_finite: bool) -> OperationRange:
-    values = at_least_float32(values_of(tensor.detach())).abs()
-    finite = torch.isfinite(values)
-    largest, count, zeros = float(torch.where(finite, values, 0.0).max()), values.numel(), int((values == 0.0).sum())
-    return OperationRange(
-        operation, module, tensor.dtype, largest, inputs_are_finite and not bool(finite.all()), count, zeros
-    )
 
 
 def _take_gradient(param: Tensor, undo: contextlib.ExitStack) -> None:
@@ -366,7 +350,7 @@ def _leaves_of(loss: Tensor) -> list[Tensor]:
     return leaves
 
 
-def _checked(loss: object) -> Tensor:
+def _require_loss(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss_fn returned {type(loss).__name__}; range_report needs a tensor: return the loss")
     if loss.numel() != 1:
