@@ -94,7 +94,7 @@ def replica_number() -> int | None:
     return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
 
 
-def outside_of_traces(variables: list[Any]) -> Any:
+def outside_traces(variables: list[Any]) -> Any:
     """Return a context that leaves the trace of TensorFlow, if the variables have values outside of it.
 
     They have none if the model is being built in it. Then only the trace can read them, as `ScheduleFreeAdamW` does.

@@ -16,17 +16,9 @@ from lossscale_core import adapters
 from lossscale_core.adapters import shown
 from lossscale_core.errors import CallOrderError, CheckpointWarning
 from lossscale_keras import _replicas as replicas
-from lossscale_keras._backend import (
-    BACKEND,
-    is_compiling,
-    is_traced,
-    outside_of_traces,
-    require_training,
-    unconverted,
-    xp,
-)
+from lossscale_keras._backend import BACKEND, is_compiling, is_traced, outside_traces, require_training, unconverted, xp
 from lossscale_keras._losses import Losses, ScaledLoss
-from lossscale_keras._step import Checked, LastStep, States, Stored, check, unscaled
+from lossscale_keras._step import Checked, LastStep, States, Stored, check, is_overwritten, unscaled
 from lossscale_keras._verbs import Tree, dense, scale
 
 
@@ -222,12 +214,35 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     # What the optimizers of tf_keras do in another way; `lossscale_tf` replaces these methods.
     @staticmethod
     def _clipnorm_of(inner: Any, own: float | None) -> float | None:
-        return _take_over_clipnorm(inner, own)
+        """Return the norm that the wrapper clips to, instead of the inner optimizer.
+
+        Raise an error for an inner optimizer that it cannot wrap.
+        """
+        if not isinstance(inner, keras.optimizers.Optimizer):
+            raise TypeError(
+                f"inner_optimizer={shown(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
+            )
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            raise TypeError(f"inner_optimizer is a {type(inner).__name__}, which scales the loss already; wrap it once")
+        if own is not None:
+            adapters.check_setting("global_clipnorm", own)
+            if inner.global_clipnorm is not None or inner.gradient_accumulation_steps:
+                raise ValueError(
+                    f"global_clipnorm={own!r}, and the inner optimizer has global_clipnorm={inner.global_clipnorm!r} "
+                    f"and gradient_accumulation_steps={inner.gradient_accumulation_steps!r}; set global_clipnorm on "
+                    "the inner optimizer alone, which clips the mean of the micro-batches if it accumulates"
+                )
+            return float(own)
+        if inner.gradient_accumulation_steps:
+            return None
+        own, inner.global_clipnorm = inner.global_clipnorm, None
+        return own
 
     _once = staticmethod(replicas.once)
+    _is_overwritten = staticmethod(is_overwritten)
 
     def _build_for(self, variables: list[Any]) -> None:
-        with keras.name_scope(self.name, caller=self), outside_of_traces(variables):
+        with keras.name_scope(self.name, caller=self), outside_traces(variables):
             self.build(variables)
 
     def _build_inner(self, variables: list[Any]) -> None:
@@ -531,29 +546,3 @@ def _require_single_wrapper(wrapper: Any, inner: Any) -> None:
             f"single LossScaleOptimizer; make another {type(inner).__name__}, such as by its from_config(get_config())"
         )
     _wrapped[inner] = weakref.ref(wrapper)
-
-
-def _take_over_clipnorm(inner: Any, own: float | None) -> float | None:
-    """Return the norm that the wrapper clips to, instead of the inner optimizer.
-
-    Raise an error for an inner optimizer that it cannot wrap.
-    """
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"inner_optimizer={shown(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
-        )
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        raise TypeError(f"inner_optimizer is a {type(inner).__name__}, which scales the loss already; wrap it once")
-    if own is not None:
-        adapters.check_setting("global_clipnorm", own)
-        if inner.global_clipnorm is not None or inner.gradient_accumulation_steps:
-            raise ValueError(
-                f"global_clipnorm={own!r}, and the inner optimizer has global_clipnorm={inner.global_clipnorm!r} and "
-                f"gradient_accumulation_steps={inner.gradient_accumulation_steps!r}; set global_clipnorm on the inner "
-                "optimizer alone, which clips the mean of the micro-batches if it accumulates"
-            )
-        return float(own)
-    if inner.gradient_accumulation_steps:
-        return None
-    own, inner.global_clipnorm = inner.global_clipnorm, None
-    return own

@@ -19,7 +19,6 @@ class Stored:
 
     def __init__(self, start: Any, prefix: str = "") -> None:
         self._start = start
-        self._inner: list[Any] = []
         # Not autocast: within a layer's call Keras would read the loss scale in float16, in which it may be infinite.
         # All replicas compute the same numbers. Without an aggregation none of them may set a mirrored variable:
         # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/values_util.py#L329
@@ -35,7 +34,7 @@ class Stored:
         With a `count`, only so many are read, and the others are those before the first step.
         """
         if BACKEND == "tensorflow":  # `ops.convert_to_tensor` returns the variable, which each use would read
-            numbers = map(xp.convert_to_tensor, self._of_tensorflow()[:count])
+            numbers = map(xp.convert_to_tensor, self._tf_variables[:count])
         else:
             numbers = map(ops.convert_to_tensor, self.variables[:count])
         return self._start._make([*numbers, *(() if count is None else self._start[count:])])
@@ -47,16 +46,15 @@ class Stored:
     def read_on_host(self) -> Any:
         """Return the numbers as host scalars. Synchronises with the host."""
         if BACKEND == "tensorflow":
-            values = [each.value().numpy() for each in self._of_tensorflow()]
+            values = [each.value().numpy() for each in self._tf_variables]
         else:
             values = list(map(ops.convert_to_numpy, self.variables))
         return self._start._make([type(first)(value) for first, value in zip(self._start, values, strict=True)])
 
-    def _of_tensorflow(self) -> list[Any]:
+    @functools.cached_property
+    def _tf_variables(self) -> list[Any]:
         # TensorFlow's variables take half the time of Keras's wrappers around them.
-        if not self._inner:
-            self._inner = [each.value for each in self.variables]
-        return self._inner
+        return [each.value for each in self.variables]
 
     def assign(self, numbers: Any, before: Any = None) -> None:
         """Set the variables to new numbers; those that differ from `before` if this is given, numbers on the host."""
@@ -64,7 +62,7 @@ class Stored:
             for variable, new in zip(self.variables, numbers, strict=True):
                 variable.assign(new)
             return
-        for variable, old, new in zip(self._of_tensorflow(), before, numbers, strict=True):
+        for variable, old, new in zip(self._tf_variables, before, numbers, strict=True):
             if old != new:  # an assignment takes longer than the whole update on the host
                 variable.assign(new)
 

@@ -178,30 +178,6 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
     return FixedScaling(_checked("initial_scale", initial_scale, "init_scale"))
 
 
-_BASE_DEFAULTS = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "clipvalue": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "loss_scale_factor": None,
-    "gradient_accumulation_steps": None,
-}
-"""Arguments of every Keras optimizer without an effect on a wrapper; Keras 3.0 to 3.11 save them with these values."""
-
-
-def require_no_base_arguments(arguments: dict[str, Any]) -> None:
-    """Raise `ValueError`, in Keras's words, for arguments that belong on the inner optimizer, and for unknown ones."""
-    if unknown := [name for name in arguments if name not in _BASE_DEFAULTS]:
-        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`")
-    for name, value in arguments.items():
-        if value != _BASE_DEFAULTS[name]:
-            raise ValueError(
-                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`."
-            )
-
-
 def scales_already(optimizer: Any) -> bool:
     """Return whether an optimizer scales losses: a wrapper of TensorFlow, Keras, tf_keras or this package."""
     # By name, since tf_keras need not be installed.
@@ -217,10 +193,3 @@ def require_policy_or_number(loss_scale: Any) -> None:
             "ExponentialUpdateLossScaleManager of lossscale_tf.v1 return policies, and a policy of your own is a "
             "class with init_state and update"
         )
-
-
-def policy_of_loss_scale(config: dict[str, Any]) -> FixedScaling | DynamicScaling:
-    """Return the policy of a serialized `FixedLossScale` or `DynamicLossScale`."""
-    if config["class_name"] == "FixedLossScale":
-        return FixedLossScale(**config["config"])
-    return DynamicLossScale(**config["config"])

@@ -22,9 +22,8 @@ def policy_of_arguments(
     if policy is None:
         return documented_policy(loss_scale, dynamic, initial_scale, growth_steps)
     values = (loss_scale, dynamic, initial_scale, growth_steps)
-    if values != tuple(_DEFAULTS.values()):
-        given = zip(_DEFAULTS.items(), values, strict=True)
-        settings = ", ".join(f"{name}={shown(value)}" for (name, default), value in given if value != default)
+    pairs = zip(_DEFAULTS.items(), values, strict=True)
+    if settings := ", ".join(f"{name}={shown(value)}" for (name, default), value in pairs if value != default):
         raise ValueError(f"policy={shown(policy)} and {settings} are both given; pass either policy= or the settings")
     return policy_of(policy)
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core.adapters import check_setting, shown
+from lossscale_core.adapters import shown
 from lossscale_tf._documented import scales_already
 
 
@@ -92,18 +92,6 @@ def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
     is_legacy = hasattr(inner, "_create_slots")
     summed = {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
     inner.apply_gradients(zip(grads, as_tensorflow(variables), strict=True), **summed)
-
-
-def clipnorm_of(inner: Any, own: float | None) -> float | None:
-    """Return the norm that the wrapper clips to; the inner optimizer keeps its own."""
-    if own is not None:
-        check_setting("global_clipnorm", own)
-        if (of_inner := getattr(inner, "global_clipnorm", None)) is not None:
-            raise ValueError(
-                f"global_clipnorm={own!r}, and the inner optimizer's is {of_inner!r}, so that gradients would be "
-                "clipped twice; set one of the two"
-            )
-    return None if own is None else float(own)
 
 
 def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | None:

@@ -4,17 +4,13 @@ from typing import Any
 
 from lossscale_tf.keras._inner import is_keras_3
 
-SETTINGS = {
-    "clipnorm": None,
-    "clipvalue": None,
-    "ema_momentum": None,
-    "ema_overwrite_frequency": None,
-    "global_clipnorm": None,
-    "gradient_accumulation_steps": None,
-    "use_ema": False,
-    "weight_decay": None,
-}
+_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+_AVERAGES = ("ema_momentum", "ema_overwrite_frequency")
+SETTINGS: dict[str, Any] = dict.fromkeys([*_CLIPPING, *_AVERAGES, "gradient_accumulation_steps", "weight_decay"])
+SETTINGS["use_ema"] = False
 """Settings to read, with defaults for an inner optimizer without them, and for the wrapper's construction."""
+_BASE_ARGUMENTS = {**SETTINGS, "ema_momentum": 0.99, "loss_scale_factor": None}
+"""Arguments of every Keras optimizer without an effect on a wrapper; Keras 3.0 to 3.11 save them with these values."""
 REMEDIES = {
     "loss_scale": "since the policy changes the scale; make the optimizer with another policy, or pass load_state_dict "
     "a state_dict() with another loss_scale",
@@ -28,6 +24,17 @@ READ = {*SETTINGS, "add_weight", "aggregate_gradients", "gradient_aggregator"}
 optimizers that do not concern scaling."""
 NAMES = {*_HYPERPARAMETERS, *READ, *REMEDIES, "dynamic_growth_steps"}
 """All names that Keras's constructor must not set in the wrapper."""
+
+
+def require_no_base_arguments(arguments: dict[str, Any]) -> None:
+    """Raise `ValueError`, in Keras's words, for arguments that belong on the inner optimizer, and for unknown ones."""
+    if unknown := [name for name in arguments if name not in _BASE_ARGUMENTS]:
+        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`")
+    for name, value in arguments.items():
+        if value != _BASE_ARGUMENTS[name]:
+            raise ValueError(
+                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`."
+            )
 
 
 def is_hyperparameter(wrapper: Any, name: str) -> bool:

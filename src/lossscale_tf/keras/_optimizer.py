@@ -9,41 +9,13 @@ import tensorflow as tf
 
 import lossscale_keras
 from lossscale_core import BaseScaling, ScaleState, SpikeGuard
-from lossscale_core.adapters import shown, warn_caller
+from lossscale_core.adapters import check_setting, shown, warn_caller
 from lossscale_core.errors import CallOrderError
-from lossscale_tf._documented import require_no_base_arguments
 from lossscale_tf._marks import mark_gradient, mark_of, origins
 from lossscale_tf._state import warn_if_resumed
-from lossscale_tf._verbs import Gradient, Tree, is_gradient, is_overwritten, scale_by, times, unconverted, unscale_by
-from lossscale_tf.keras._arguments import (
-    are_summed,
-    keras_pairs,
-    loss_arguments,
-    policy_of_arguments,
-    present_gradients,
-)
-from lossscale_tf.keras._inner import (
-    apply_summed,
-    as_tensorflow,
-    build,
-    clipnorm_of,
-    is_keras_3,
-    own_aggregator,
-    require_no_session,
-    require_optimizer,
-    require_tensorflow,
-)
-from lossscale_tf.keras._names import (
-    NAMES,
-    READ,
-    REMEDIES,
-    SETTINGS,
-    CallableList,
-    is_hyperparameter,
-    listed,
-    set_iterations,
-    spelled,
-)
+from lossscale_tf._verbs import Gradient, Tree, is_gradient, scale_by, times, unconverted, unscale_by
+from lossscale_tf.keras import _arguments, _inner, _names
+from lossscale_tf.keras._inner import as_tensorflow, is_keras_3
 from lossscale_tf.keras._saving import arguments_of
 from lossscale_tf.keras._slots import Slots
 
@@ -100,11 +72,11 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         optimizer: Any = None,
         **base_arguments: Any,
     ) -> None:
-        require_tensorflow()
+        _inner.require_tensorflow()
         inner = optimizer if inner_optimizer is None else inner_optimizer
-        require_optimizer(inner)
-        require_no_base_arguments(base_arguments)
-        chosen = policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
+        _inner.require_optimizer(inner)
+        _names.require_no_base_arguments(base_arguments)
+        chosen = _arguments.policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         super().__init__(inner, chosen, guard=guard, global_clipnorm=global_clipnorm, name=name)
         self._slots = Slots(inner)
         self._steps = _Steps()
@@ -128,7 +100,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     @unconverted
     def _scaled(self, loss: Tree, by_keras: bool) -> Tree:
-        require_no_session()
+        _inner.require_no_session()
         return super()._scaled(loss, by_keras)
 
     @unconverted
@@ -203,8 +175,8 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         Raises:
             ValueError: The loss is a tensor and `tape` is missing.
         """
-        require_no_session()
-        tape, grad_loss = loss_arguments(loss, tape, grad_loss)
+        _inner.require_no_session()
+        tape, grad_loss = _arguments.loss_arguments(loss, tape, grad_loss)
         # A tape that is closed already is entered again, as in tf_keras, since it must record the multiplication, too.
         tape = tape or tf.GradientTape()
         with tape:
@@ -240,7 +212,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         elif tf.executing_eagerly():
             raise ValueError("an eager tensor has no graph to differentiate; pass a callable, or use a GradientTape")
         else:
-            require_no_session()
+            _inner.require_no_session()
             self._require_unscaled(loss)
             loss_scale, variables = self._losses.present_scale(), tf.nest.flatten(params)
             pairs = self._computed(tf.gradients(scale_by(loss, loss_scale), variables), variables, loss_scale)
@@ -270,7 +242,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             TypeError: `grads_and_vars` is not a list of pairs.
             ValueError: No variable has a gradient.
         """
-        self._apply(*keras_pairs(grads_and_vars), are_summed(aggregation))
+        self._apply(*_arguments.keras_pairs(grads_and_vars), _arguments.are_summed(aggregation))
         iterations = self.inner_optimizer.iterations
         # TensorFlow lets a read wait for the operation that may have set the variable: the branch that takes the step.
         return iterations if tf.executing_eagerly() else tf.convert_to_tensor(iterations)
@@ -376,7 +348,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         Around an optimizer of tf_keras the list can also be called and returns itself, as in tf_keras.
         """
         variables = [*self._variables, *self.weights]
-        return variables if is_keras_3(self.inner_optimizer) else CallableList(variables)
+        return variables if is_keras_3(self.inner_optimizer) else _names.CallableList(variables)
 
     def get_weights(self) -> list[Any]:
         """Return the values of `weights`, as NumPy arrays."""
@@ -448,10 +420,10 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     def _apply(
         self, grads: list[Any], variables: list[Any], is_summed: bool, takes_scaled: bool = False, named: Any = None
     ) -> None:
-        grads, variables = present_gradients(grads, variables)
+        grads, variables = _arguments.present_gradients(grads, variables)
         found, grads = self._look_up(grads, variables, takes_scaled, named)
         loss_scale = found.loss_scale
-        if not is_summed and (aggregate := own_aggregator(self.inner_optimizer)) is not None:
+        if not is_summed and (aggregate := _inner.own_aggregator(self.inner_optimizer)) is not None:
             grads = grads if loss_scale is None else unscale_by(grads, loss_scale)
             grads, loss_scale, is_summed = aggregate(grads, variables), None, True
         if not self._steps.has_begun:
@@ -473,7 +445,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         unscaled = next((mark.loss for mark in marks if mark is not None and mark.kind != "scaled"), None)
         if unscaled is not None:
             pairs = zip(grads, variables, strict=True)  # the new values of float8 scales were divided, too
-            grads = [times(grad, unscaled.loss_scale) if is_overwritten(each) else grad for grad, each in pairs]
+            grads = [times(grad, unscaled.loss_scale) if self._is_overwritten(each) else grad for grad, each in pairs]
             grads, loss_scale = origins(grads)
             found = self._losses.look_up_unscaled(unscaled, of_tensorflow, loss_scale)
         else:
@@ -481,7 +453,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             if named is None and all(each is losses[0] for each in losses):
                 named = losses[0]
             found = self._losses.look_up(of_tensorflow, takes_scaled, named)
-        if not (found.is_scaled and found.is_unscaled) and not self._scales_nothing():
+        if not (found.is_scaled and found.is_unscaled) and BaseScaling.of(self.policy).scales_losses:
             self._warn_of_missing_calls(found.is_scaled, found.is_unscaled)
         return found, grads
 
@@ -497,23 +469,28 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
                 "each once a step, or use minimize"
             )
 
-    def _scales_nothing(self) -> bool:
-        return not BaseScaling.of(self.policy).scales_losses
-
     # ---- optimizers of tf_keras
 
     @staticmethod
     def _clipnorm_of(inner: Any, own: float | None) -> float | None:
-        return clipnorm_of(inner, own)
+        if own is None:
+            return None
+        check_setting("global_clipnorm", own)
+        if (of_inner := getattr(inner, "global_clipnorm", None)) is not None:
+            raise ValueError(
+                f"global_clipnorm={own!r}, and the inner optimizer's is {of_inner!r}, so that gradients would be "
+                "clipped twice; set one of the two"
+            )
+        return float(own)
 
     def _build_inner(self, variables: list[Any]) -> None:
-        build(self.inner_optimizer, variables)
+        _inner.build(self.inner_optimizer, variables)
 
     def _apply_inner(self, grads: list[Any], variables: list[Any]) -> None:
         if is_keras_3(self.inner_optimizer):
             super()._apply_inner(grads, variables)
         else:
-            apply_summed(self.inner_optimizer, grads, variables)
+            _inner.apply_summed(self.inner_optimizer, grads, variables)
 
     # ---- names
 
@@ -521,40 +498,40 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     # or `build` runs, which sets and reads its own defaults.
     def __getattr__(self, name: str) -> Any:
         inner = self.__dict__.get("inner_optimizer")  # copying and unpickling read attributes before it is set
-        if name in SETTINGS:
-            return getattr(inner, name, SETTINGS[name]) if self._is_initialised else SETTINGS[name]
-        if inner is not None and (name in READ or is_hyperparameter(self, name)):
-            return getattr(inner, spelled(name))
+        if name in _names.SETTINGS:
+            return getattr(inner, name, _names.SETTINGS[name]) if self._is_initialised else _names.SETTINGS[name]
+        if inner is not None and (name in _names.READ or _names.is_hyperparameter(self, name)):
+            return getattr(inner, _names.spelled(name))
         if name == "get_updates":  # of legacy optimizers
             raise AttributeError(f"{type(self).__name__} has no get_updates; call minimize(loss, var_list)")
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not self._is_initialised and name in NAMES and name != "inner_optimizer":
+        if not self._is_initialised and name in _names.NAMES and name != "inner_optimizer":
             return
         if not self._is_initialised or name.startswith("_") or name == "built":
             super().__setattr__(name, value)
             return
         inner = self.inner_optimizer
         if name == "iterations":
-            set_iterations(inner, value)
-        elif name in REMEDIES:
-            raise AttributeError(f"{name}={shown(value)} cannot be set, {REMEDIES[name]}")
-        elif is_hyperparameter(self, name):
-            if not hasattr(inner, spelled(name)):
-                raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{spelled(name)}'")
-            setattr(inner, spelled(name), value)
+            _names.set_iterations(inner, value)
+        elif name in _names.REMEDIES:
+            raise AttributeError(f"{name}={shown(value)} cannot be set, {_names.REMEDIES[name]}")
+        elif _names.is_hyperparameter(self, name):
+            if not hasattr(inner, _names.spelled(name)):
+                raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{_names.spelled(name)}'")
+            setattr(inner, _names.spelled(name), value)
         else:
-            if name in READ or (not hasattr(type(self), name) and hasattr(inner, name)):
+            if name in _names.READ or (not hasattr(type(self), name) and hasattr(inner, name)):
                 warn_caller(
                     f"{name} is set on the LossScaleOptimizer, where nothing reads it; set it on inner_optimizer "
                     "instead"
                 )
-            if name not in READ:
+            if name not in _names.READ:
                 super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return listed(super().__dir__(), self.inner_optimizer)
+        return _names.listed(super().__dir__(), self.inner_optimizer)
 
 
 class _Steps:

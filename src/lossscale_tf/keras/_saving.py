@@ -7,7 +7,7 @@ import copy
 from typing import Any
 
 from lossscale_core import SpikeGuard, as_policy, policy_from_dict
-from lossscale_tf._documented import policy_of_loss_scale
+from lossscale_tf._documented import DynamicLossScale, FixedLossScale
 from lossscale_tf.keras._inner import deserialized
 
 
@@ -19,7 +19,8 @@ def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
     config["inner_optimizer"] = deserialized(inner, custom_objects) if isinstance(inner, dict) else inner
     loss_scale = config.pop("loss_scale", None)
     if isinstance(loss_scale, dict) and "class_name" in loss_scale:  # of the experimental API
-        loss_scale = policy_of_loss_scale(loss_scale)
+        policy_type = FixedLossScale if loss_scale["class_name"] == "FixedLossScale" else DynamicLossScale
+        loss_scale = policy_type(**loss_scale["config"])
     if config.get("policy") is not None:
         config["policy"] = policy_from_dict(config["policy"])
     elif loss_scale is not None:
