@@ -4,7 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
-from lossscale_tf._verbs import Gradient, is_narrow
+from lossscale_tf._verbs import WIDE, Gradient
 
 
 class Mark(NamedTuple):
@@ -32,7 +32,7 @@ def mark_gradient(loss: Any, leaf: Gradient, grad: Any, kind: Any) -> None:
         leaf.values._loss_scaling = unscaled
     if isinstance(grad, tf.Tensor | tf.IndexedSlices):  # it may also be a number, or an array
         grad._loss_scaling = Mark(loss, "scaled")
-        if not tf.executing_eagerly() and leaf.dtype == grad.dtype and not is_narrow(grad.dtype):
+        if not tf.executing_eagerly() and leaf.dtype == grad.dtype and leaf.dtype in WIDE:
             leaf._loss_scaling = unscaled._replace(origin=grad)
 
 

@@ -13,7 +13,7 @@ Tree = TypeVar("Tree")
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 unconverted = tf.autograph.experimental.do_not_convert
 """A decorator that keeps AutoGraph from converting a function: the conversion takes seconds and is not needed."""
-_WIDE = frozenset({tf.float32, tf.float64, tf.complex64, tf.complex128})
+WIDE = frozenset({tf.float32, tf.float64, tf.complex64, tf.complex128})
 """The dtypes that can hold a loss scale."""
 
 
@@ -58,7 +58,7 @@ def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
         TypeError: A leaf is neither a tensor nor a number nor None.
         RuntimeError: `across_replicas` is set outside of a replica context.
     """
-    finite = finite_when_unscaled(gradient_leaves(grads))
+    finite = finite_when_unscaled([as_tensor(leaf) for leaf in tf.nest.flatten(grads) if is_gradient(leaf)])
     return all_replicas(finite) if across_replicas else finite
 
 
@@ -152,11 +152,6 @@ def is_gradient(leaf: Any) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
 
 
-def gradient_leaves(grads: Any) -> list[Gradient]:
-    """Return the leaves that hold floats, numbers and arrays as tensors."""
-    return [as_tensor(leaf) for leaf in tf.nest.flatten(grads) if is_gradient(leaf)]
-
-
 def as_tensor(leaf: Any) -> Gradient:
     """Return `IndexedSlices` as they are, and anything else as a tensor."""
     return leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf)
@@ -174,11 +169,11 @@ def all_replicas(flag: tf.Tensor) -> tf.Tensor:
     return tf.equal(bad, 0.0)
 
 
-def sum_of_squares(values: list[tf.Tensor]) -> tf.Tensor:
-    """Return the sum of the squared magnitudes of real or complex tensors: float32, or float64 if one of them is."""
-    parts = [lifted(part) for each in values for part in _real_parts(each)]
+def _sum_of_squares(leaves: list[Gradient]) -> tf.Tensor:
+    """Return the sum of the squared magnitudes of leaves in `WIDE`: float32, or float64 if one of them is."""
+    values = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in leaves]
     # One kernel squares and sums; `reduce_sum(square(x))` would write all squares to memory and read them again.
-    halves = [tf.nn.l2_loss(part) for part in parts]
+    halves = [tf.nn.l2_loss(part) for tensor in values for part in _real_parts(tensor)]
     if len({half.dtype for half in halves}) > 1:
         halves = [tf.cast(half, tf.float64) for half in halves]
     return 2.0 * tf.add_n(halves)
@@ -191,15 +186,15 @@ def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = 
     takes one read at memory speed. Elements are tested one by one only if that sum is not finite, or if the scale is
     below 1.
     """
-    halves = [leaf for leaf in leaves if leaf.dtype not in _WIDE]
-    wide = [leaf for leaf in leaves if leaf.dtype in _WIDE]
-    finite = _elements_finite(halves, None)
-    proof = finite & tf.math.is_finite(sum_of_squares([values_of(leaf) for leaf in wide])) if wide else finite
+    halves = [leaf for leaf in leaves if leaf.dtype not in WIDE]
+    wide = [leaf for leaf in leaves if leaf.dtype in WIDE]
+    finite = _elements_finite(halves)
+    proof = finite & tf.math.is_finite(_sum_of_squares(wide)) if wide else finite
     if loss_scale is None:
-        return _unless(proof, lambda: finite & _elements_finite(wide, None)) if wide else finite
+        return _unless(proof, lambda: finite & _elements_finite(wide)) if wide else finite
     # With a scale below 1, unscaling may make gradients infinite.
     inverse = inverse_of(loss_scale)
-    return _unless(proof & (loss_scale >= 1.0), lambda: _elements_finite(leaves, inverse))
+    return _unless(proof & (loss_scale >= 1.0), lambda: _elements_finite([times(leaf, inverse) for leaf in leaves]))
 
 
 def _unless(proof: tf.Tensor, test: Callable[[], tf.Tensor]) -> tf.Tensor:
@@ -209,15 +204,12 @@ def _unless(proof: tf.Tensor, test: Callable[[], tf.Tensor]) -> tf.Tensor:
     return tf.cond(proof, lambda: proof, test)
 
 
-def _elements_finite(leaves: list[Gradient], inverse: tf.Tensor | None) -> tf.Tensor:
-    summed = [summed_values(leaf) if inverse is None else summed_values(times(leaf, inverse)) for leaf in leaves]
-    parts = [part for each in summed for part in _real_parts(_with_kernels(each))]
+def _elements_finite(leaves: list[Gradient]) -> tf.Tensor:
+    values = [summed_values(leaf) for leaf in leaves]
+    # In float32 if they are float8, for which TensorFlow has few operations.
+    values = [lifted(tensor) if tensor.dtype.size == 1 else tensor for tensor in values]
+    parts = [part for tensor in values for part in _real_parts(tensor)]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in parts]) if parts else tf.constant(True)
-
-
-def values_of(leaf: Gradient) -> tf.Tensor:
-    """Return the values of `IndexedSlices`, and a tensor as it is."""
-    return leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
 
 
 def summed_values(leaf: Gradient) -> tf.Tensor:
@@ -229,11 +221,6 @@ def summed_values(leaf: Gradient) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(leaf.values, positions, tf.size(unique))
 
 
-def _with_kernels(tensor: tf.Tensor) -> tf.Tensor:
-    """Return a float8 tensor in float32, since TensorFlow has few operations for float8; others unchanged."""
-    return lifted(tensor) if tensor.dtype.size == 1 else tensor
-
-
 def _real_parts(tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
     return (tf.math.real(tensor), tf.math.imag(tensor)) if tensor.dtype.is_complex else (tensor,)
 
@@ -241,18 +228,4 @@ def _real_parts(tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
 def lifted(tensor: Any) -> tf.Tensor:
     """Return a tensor in the dtype in which it is scaled: halves and whole numbers in float32."""
     tensor = tf.convert_to_tensor(tensor)
-    return tensor if tensor.dtype in _WIDE else tf.cast(tensor, tf.float32)
-
-
-def is_narrow(dtype: Any) -> bool:
-    """Return whether a dtype is a float of 16 or 8 bits."""
-    dtype = tf.as_dtype(dtype)
-    return dtype.is_floating and dtype not in _WIDE
-
-
-def is_overwritten(variable: Any) -> bool:
-    """Return whether a variable's gradients are its new values, as for float8 scales; these are never scaled.
-
-    Keras marks such variables: https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/common/variables.py
-    """
-    return bool(getattr(variable, "overwrite_with_gradient", False))
+    return tensor if tensor.dtype in WIDE else tf.cast(tensor, tf.float32)
