@@ -210,13 +210,17 @@ class LossScaleOptimizer(_Optimizer):
                 "these gradients cannot come from this optimizer's compute_gradients, so their loss was not scaled; "
                 "call compute_gradients or minimize"
             )
-        self._create_slots_outside_of_branches(variables)
+        if not tf.executing_eagerly() and not merges_replicas():
+            # Where the wrapped optimizer would create its slots, so that their names are the same, not in a branch.
+            with tf.init_scope():
+                self._optimizer._create_slots(variables)
         grads, loss_scale = origins(grads)
 
         def update(grads: list[Gradient]) -> Any:
             return self._optimizer.apply_gradients(zip(grads, variables, strict=True), global_step=global_step)
 
-        train_op = functools.partial(_as_train_op, name or f"{self.get_name()}_apply", _train_ops())
+        others = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP)
+        train_op = functools.partial(_as_train_op, name or f"{self.get_name()}_apply", others)
         return self._step.take(grads, variables, loss_scale, update, train_op)
 
     def get_slot(self, var: Any, name: str) -> tf.Variable | None:
@@ -243,12 +247,6 @@ class LossScaleOptimizer(_Optimizer):
     def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
         self._optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
-    def _create_slots_outside_of_branches(self, variables: list[Any]) -> None:
-        """Create the slots in the place where the wrapped optimizer would, so that their names are the same."""
-        if not tf.executing_eagerly() and not merges_replicas():
-            with tf.init_scope():
-                self._optimizer._create_slots(variables)
-
 
 class _ScaledLoss(NamedTuple):
     """The loss of `compute_gradients`, in the marks of its gradients."""
@@ -260,10 +258,6 @@ class _ScaledLoss(NamedTuple):
 # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/framework/ops.py#L1014
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 """The names that TensorFlow accepts for a scope in a graph."""
-
-
-def _train_ops() -> list[Any]:
-    return list(tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP))
 
 
 def _as_train_op(name: str, others: list[Any], *done: Any) -> tf.Operation:

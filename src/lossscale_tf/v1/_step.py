@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import tensorflow as tf
 
@@ -10,8 +10,6 @@ from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, StepInfo, step
 from lossscale_core.adapters import check_overflow_streak
 from lossscale_tf._verbs import Gradient, all_replicas, cast_for, finite_when_unscaled, inverse_of
 
-Update: TypeAlias = Callable[..., Any]
-"""Applies gradients to their variables; returns the operations of a graph, if any."""
 _one_at_a_time = threading.Lock()
 """Held while a thread reads the state, updates it on the host, and sets it."""
 
@@ -58,13 +56,14 @@ class Step:
         grads: list[Gradient],
         variables: list[Any],
         loss_scale: tf.Tensor | None,
-        update: Update,
+        update: Callable[[list[Gradient]], Any],
         in_graph: Callable[..., Any],
     ) -> Any:
-        """Call `update(*grads)` if all gradients are finite on every replica, else change nothing.
+        """Call `update(grads)` if all gradients are finite on every replica, else change nothing.
 
-        `loss_scale` is the scale of the gradients, or None if they are unscaled. Eagerly the flag is read, and None is
-        returned. In a graph, the result of `in_graph` for the tensors and operations of this step is returned.
+        `loss_scale` is the scale of the gradients, or None if they are unscaled. `update` applies unscaled gradients to
+        their variables, and returns the operations of a graph, if any. Eagerly the flag is read, and None is returned.
+        In a graph, the result of `in_graph` for the tensors and operations of this step is returned.
         """
         inverse = None if loss_scale is None else inverse_of(loss_scale)
 
