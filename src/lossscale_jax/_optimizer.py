@@ -12,17 +12,9 @@ from jax import Array, lax
 from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
 from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, shown
 from lossscale_core.errors import PolicyError
-from lossscale_jax import _gradients
+from lossscale_jax import _gradients, _states
 from lossscale_jax._gradients import PyTree, Skip, Tree, as_arrays, divide, lifted, map_gradients, multiply
-from lossscale_jax._states import (
-    LossScaledState,
-    Window,
-    place_with,
-    require_gradients_of,
-    require_state,
-    scale_states_of,
-    trained,
-)
+from lossscale_jax._states import LossScaledState, Window, trained
 from lossscale_jax._verbs import init_state, select
 
 
@@ -139,21 +131,21 @@ def loss_scaled(
 
     def init(params: PyTree) -> LossScaledState:
         inner_state = inner.init(lifted(params))
-        if scale_states_of(inner_state):
+        if _states.scale_states_of(inner_state):
             raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
         zeros = optax.tree.zeros_like(lifted(trained(params))) if accumulation_steps > 1 else None
         window = None if zeros is None else Window(zeros, jnp.int32(0), jnp.asarray(False), jnp.asarray(False))
         guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
-        return place_with(LossScaledState(init_state(policy), inner_state, window, guard_state), params)
+        return _states.place_with(LossScaledState(init_state(policy), inner_state, window, guard_state), params)
 
     def take(grads: Any, state: Any, params: Any, extra_args: Any, result_of: Any, keep: Any = None) -> Any:
         """Return `result_of(updates)` if the step is applied, else `keep`, or zeros without it; and the new state."""
-        require_state(state, accumulation_steps, guard)
+        _states.require_state(state, accumulation_steps, guard)
         grads = as_arrays(grads)
         scale_state, inner_state, window, guard_state = tuple[Any, ...](state)
         way: Skip = skip or ("select" if jax.default_backend() == "gpu" else "cond")
         if window is not None or params is not None:
-            require_gradients_of(trained(params) if window is None else window.total, grads)
+            _states.require_gradients_of(trained(params) if window is None else window.total, grads)
         loss_scale = scale_state.loss_scale
         factor = 1.0 / loss_scale.astype(float)  # in float64 with x64
         finite, norm = _gradients.check(grads, factor, with_norm=needs_norm and window is None, skip=way)

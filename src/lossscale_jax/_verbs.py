@@ -2,19 +2,7 @@
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Generic,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +16,7 @@ from lossscale_jax import _gradients
 from lossscale_jax._gradients import PyTree, Tree, divide, gradients_of, is_array, lift, multiply, name_of
 
 if TYPE_CHECKING:
-    Device: TypeAlias = Any  # jax has no type of it that a checker finds
+    Device = Any  # jax has no type of it that a checker finds
 else:
     from jax import Device
 
