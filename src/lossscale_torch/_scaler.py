@@ -23,12 +23,12 @@ from lossscale_core.adapters import BAD_LOSS, check_setting, shown, tree, warn_c
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._checkpoint import DEFAULTS, checked_scale, policy_of, policy_setting, restored, saved
 from lossscale_torch._clip import clip, total_norm
-from lossscale_torch._fused import step_fused
 from lossscale_torch._gradients import Gradients, at_least_float32, has_gradients, has_meshes, is_dtensor, to_device
 from lossscale_torch._record import (
     Kind,
     OptimizerStep,
     OptimizerSteps,
+    combine,
     flags_of,
     kind_of,
     read_numbers,
@@ -321,7 +321,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             self._state.is_fused = True
             if kind is Kind.FUSED:
-                result = step_fused(optimizer, step, self._scale, args, kwargs)
+                result = self._step_fused(optimizer, step, *args, **kwargs)
             else:
                 warn_caller(_LEGACY_WARNING, FutureWarning)
                 result = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
@@ -336,6 +336,39 @@ class GradScaler(torch.amp.GradScaler):
         decision = self._state.decision([step], may_read=True)
         step.applied = decision is not None and not (decision.overflowed or decision.vetoed)
         return optimizer.step(*args, **kwargs) if step.applied else None
+
+    def _step_fused(self, optimizer: Any, step: OptimizerStep, *args: Any, **kwargs: Any) -> Any:
+        """Step a fused optimizer, with the factor and the flag as its attributes, as torch's own scaler does.
+
+        Its kernel divides by the factor, and skips the step if the flag is 1.0. A factor that the user has set before
+        is multiplied in.
+        """
+        factor = self._scale if step["stage"] is OptState.READY else step.divisor  # that of a clip, if it left one
+        # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
+        is_left_over = getattr(optimizer, "found_inf", None) is not None
+        preset = None if is_left_over else getattr(optimizer, "grad_scale", None)
+        if preset is not None:
+            factor = preset if factor is None else factor * preset
+        flag = combine(step.flags.values(), self._scale.device)
+        found: Any = torch.ne(flag, 0.0, out=torch.empty_like(flag, dtype=torch.float32))  # NaN is not 0.0, either
+        found.is_left_over = True  # marks a flag that an interrupted step has left
+        known = len(getattr(optimizer, "state", ()))
+        try:
+            # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
+            optimizer.found_inf, optimizer.grad_scale = found, factor
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                if hasattr(optimizer, name):
+                    delattr(optimizer, name)
+        if len(getattr(optimizer, "state", ())) > known:
+            # torch's fused SGD allocates the momentum of a first step before its kernel decides to skip, and would then
+            # use it uninitialised.
+            for state in [*optimizer.state.values()][known:]:
+                momentum = state.get("momentum_buffer") if isinstance(state, dict) else None
+                if momentum is not None:
+                    momentum.copy_(torch.where(to_device(found, momentum.device) == 0.0, momentum, 0.0))
+        return result
 
     def skip(self, optimizer: Optimizer) -> None:
         """Skip an optimizer's step for your own reasons; call it instead of `step`.

@@ -41,10 +41,9 @@ TESTS = {
         _record _state: states scaler synchronisation loops transactions odd_optimizers
         _checkpoint: scaler broken_files other_tools messages
         _verbs: conformance/backends@torch conformance/wrong_arguments@torch odd_gradients
-        _fused: odd_optimizers states transactions loops differences
         _clip: clipping norms fuzz guard transactions
         _report: reports messages
-        _scaler: scaler transactions loops messages differences fuzz
+        _scaler: scaler transactions loops messages differences fuzz odd_optimizers
         _watch: watch loops transactions messages
         testing: check_loop pages messages
         __init__: scaler
