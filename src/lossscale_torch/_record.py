@@ -39,6 +39,11 @@ class Kind(Enum):
     LEGACY = "the optimizer's `step` receives the scaler, as in torch's older contract, and decides"
 
 
+# Access to the members of an enum by name is slow.
+READY, UNSCALED, STEPPED = OptState
+PLAIN, FUSED, LEGACY = Kind
+
+
 class OptimizerStep(dict[str, Any]):
     """The record of one optimizer between two updates.
 
@@ -69,7 +74,7 @@ class OptimizerStep(dict[str, Any]):
     """Whether an earlier attempt of `attempts` has applied the step, so that this attempt leaves it alone."""
 
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
-        super().__init__(entries or {"stage": OptState.READY, "found_inf_per_device": {}})
+        super().__init__(entries or {"stage": READY, "found_inf_per_device": {}})
 
     @property
     def flags(self) -> dict[torch.device | str, Tensor]:
@@ -172,8 +177,8 @@ def kind_of(optimizer: Optimizer) -> Kind:
     """
     is_own = _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED)
     if not (is_own and getattr(optimizer, _FUSED)):
-        return Kind.PLAIN
-    return Kind.LEGACY if _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)) else Kind.FUSED
+        return PLAIN
+    return LEGACY if _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)) else FUSED
 
 
 @functools.lru_cache(maxsize=64)

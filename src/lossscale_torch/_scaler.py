@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
-from torch.amp.grad_scaler import OptState
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -25,7 +24,12 @@ from lossscale_torch._checkpoint import DEFAULTS, checked_scale, policy_of, poli
 from lossscale_torch._clip import clip, total_norm
 from lossscale_torch._gradients import Gradients, at_least_float32, has_gradients, has_meshes, is_dtensor, to_device
 from lossscale_torch._record import (
-    Kind,
+    FUSED,
+    LEGACY,
+    PLAIN,
+    READY,
+    STEPPED,
+    UNSCALED,
     OptimizerStep,
     OptimizerSteps,
     combine,
@@ -237,7 +241,7 @@ class GradScaler(torch.amp.GradScaler):
         step.has_divided, step.has_dropped = bool(flags), False
         if groups and not flags:  # this rank takes part nevertheless
             flags = {scale.device: flag}
-        step["found_inf_per_device"], step["stage"] = flags, OptState.UNSCALED if flags else OptState.READY
+        step["found_inf_per_device"], step["stage"] = flags, UNSCALED if flags else READY
         if self._needs_norm and flags:
             step.norm = total_norm(self, optimizer, groups)
 
@@ -298,8 +302,8 @@ class GradScaler(torch.amp.GradScaler):
         kind = kind_of(optimizer)
 
         # Check the gradients. The kernel of a fused optimizer divides them itself.
-        if step["stage"] is OptState.READY and kind is not Kind.LEGACY:
-            if kind is Kind.PLAIN or self._needs_norm:
+        if step["stage"] is READY and kind is not LEGACY:
+            if kind is PLAIN or self._needs_norm:
                 self.unscale_(optimizer)
             else:
                 self._check_inf_per_device(optimizer)
@@ -316,16 +320,16 @@ class GradScaler(torch.amp.GradScaler):
 
         # Call the optimizer, or skip its step.
         step.kind = kind
-        if kind is Kind.PLAIN:
+        if kind is PLAIN:
             result = self._maybe_opt_step(optimizer, step, *args, **kwargs)
         else:
             self._state.is_fused = True
-            if kind is Kind.FUSED:
+            if kind is FUSED:
                 result = self._step_fused(optimizer, step, *args, **kwargs)
             else:
                 warn_caller(_LEGACY_WARNING, FutureWarning)
                 result = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
-        step["stage"] = OptState.STEPPED
+        step["stage"] = STEPPED
         for hook in [*self._hooks, self._guard] if self._guard is not None else self._hooks:
             hook.after_step(self, step)
         return result
@@ -343,7 +347,7 @@ class GradScaler(torch.amp.GradScaler):
         Its kernel divides by the factor, and skips the step if the flag is 1.0. A factor that the user has set before
         is multiplied in.
         """
-        factor = self._scale if step["stage"] is OptState.READY else step.divisor  # that of a clip, if it left one
+        factor = self._scale if step["stage"] is READY else step.divisor  # that of a clip, if it left one
         # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
         is_left_over = getattr(optimizer, "found_inf", None) is not None
         preset = None if is_left_over else getattr(optimizer, "grad_scale", None)
@@ -379,7 +383,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         step = self._open(optimizer, "skip")
         if not step.is_done:
-            step["stage"], step.applied = OptState.STEPPED, False
+            step["stage"], step.applied = STEPPED, False
 
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None, *, end_of_step: bool = False) -> StepInfo:  # type: ignore[override]  # torch's says None
@@ -409,8 +413,8 @@ class GradScaler(torch.amp.GradScaler):
             return self._update_disabled(end_of_step)
         state, steps, has_record, may_read = self._state, self._steps.values(), False, False
         for step in steps:
-            has_record = has_record or step["stage"] is not OptState.READY or bool(step["found_inf_per_device"])
-            may_read = may_read or step.kind is Kind.PLAIN
+            has_record = has_record or step["stage"] is not READY or bool(step["found_inf_per_device"])
+            may_read = may_read or step.kind is PLAIN
         if state.scale is None and (new_scale is not None or not has_record):
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
@@ -435,9 +439,9 @@ class GradScaler(torch.amp.GradScaler):
             # Say for each optimizer, and for all of them, whether its step was applied.
             by_optimizer: dict[int, bool | Tensor] = {}
             for key, step in self._steps.items():
-                if step["stage"] is OptState.STEPPED:
+                if step["stage"] is STEPPED:
                     by_optimizer[key] = self._applied_by_flags(step, applied) if step.applied is None else step.applied
-                elif step["stage"] is OptState.UNSCALED and ends_step:
+                elif step["stage"] is UNSCALED and ends_step:
                     by_optimizer[key] = False
                 if by_optimizer.get(key) is False:
                     applied = False
@@ -506,7 +510,7 @@ class GradScaler(torch.amp.GradScaler):
                 kept = loss.detach().clone() if loss._is_view() else loss.detach()
             self._losses.append(kept)
         for step in self._steps.values():
-            if step["stage"] is OptState.UNSCALED and step.has_divided and not has_gradients(step.optimizer):
+            if step["stage"] is UNSCALED and step.has_divided and not has_gradients(step.optimizer):
                 step.has_dropped = True
 
     def _open(self, optimizer: Optimizer, caller: str) -> OptimizerStep:
@@ -520,7 +524,7 @@ class GradScaler(torch.amp.GradScaler):
         if step.is_done:
             return step
         if caller == "skip":
-            if self._enabled and step["stage"] is OptState.STEPPED:
+            if self._enabled and step["stage"] is STEPPED:
                 self._require_open(step, caller)
             return step
         if self._state.scale is None:
@@ -538,21 +542,21 @@ class GradScaler(torch.amp.GradScaler):
                 f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
                 "either the scaler or guarded(), which both skip bad steps"
             )
-        if step["stage"] is not OptState.READY:
+        if step["stage"] is not READY:
             self._require_open(step, caller)
         return step
 
     def _require_open(self, step: OptimizerStep, caller: str) -> None:
         """Raise an error if an optimizer cannot be unscaled or stepped any more."""
         unscales = caller.startswith("unscale_")
-        if step["stage"] is OptState.UNSCALED and unscales:
+        if step["stage"] is UNSCALED and unscales:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if step.has_dropped:
             raise CallOrderError(
                 f"{caller}() was given gradients that are still scaled: those that unscale_() divided were dropped, "
                 "and another loss was scaled since; end the first step by scaler.skip(optimizer) and scaler.update()"
             )
-        if step["stage"] is OptState.STEPPED:
+        if step["stage"] is STEPPED:
             stepped = "step() has already been called since the last update()."
             what = "unscale_() is being called after step()." if unscales else stepped
             if self._updates:
@@ -603,7 +607,7 @@ class GradScaler(torch.amp.GradScaler):
         applied: dict[int, bool | Tensor] = {}
         for key, step in self._steps.items():
             last = getattr(step.optimizer, "last_step", None)  # of a guarded optimizer
-            is_skipped = step["stage"] is OptState.STEPPED
+            is_skipped = step["stage"] is STEPPED
             applied[key] = not is_skipped and (last.applied if isinstance(last, StepInfo) else True)
         all_applied = functools.reduce(operator.and_, applied.values(), True)
         self.last_step = StepInfo(all_applied, 1.0, 1.0, 0, by_optimizer=applied)
