@@ -11,6 +11,7 @@ import torch
 from lossscale_core import (
     BaseScaling,
     DynamicScaling,
+    PolicyLike,
     ScalingPolicy,
     as_policy,
     policy_from_dict,
@@ -31,7 +32,7 @@ _NEVER = 2**31 - 1
 _NEXT_TO_ONE = {"growth_factor": 1.0 + 2.0**-23, "backoff_factor": 1.0 - 2.0**-24}
 
 
-def policy_of(policy: Any, torchs: dict[str, Any]) -> ScalingPolicy:
+def policy_of(policy: PolicyLike | None, torchs: dict[str, Any]) -> ScalingPolicy:
     """Return the policy of a scaler from its `policy` argument, or from the four arguments of torch's scaler."""
     if policy is not None and torchs != DEFAULTS:
         settings = ", ".join(f"{name}={shown(value)}" for name, value in torchs.items() if value != DEFAULTS[name])

@@ -246,7 +246,7 @@ class _Run(GradScaler):
         attach = super().attach
         return lambda x, aux_loss: attach(x, aux_loss * 0.0 if self.factor == 0.0 else aux_loss)
 
-    def step(self, optimizer: Any, *args: Any, **settings: Any) -> Any:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **settings: Any) -> Any:
         result = super().step(optimizer, *args, **settings)
         return _NoResult() if result is None else result
 

@@ -305,7 +305,7 @@ def _new_guarded(kind: Any) -> Any:
     return cls.__new__(cls)
 
 
-def _unfit(optimizer: Any) -> str:
+def _unfit(optimizer: torch.optim.Optimizer) -> str:
     """Return why an optimizer's step cannot be judged before it, or an empty text."""
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         return "has no param_groups; pass a torch.optim.Optimizer"
