@@ -220,6 +220,8 @@ class DeviceFields:
         self._like, self.device = state, tracker.device
         """A state on the host with the same fields."""
         self._fields: list[Tensor] = []
+        self._table: Tensor | None = None
+        """What an overflow, a finite step and a vetoed step add to the counts, and multiply them by."""
         with outside_graph(self.device):
             self._true_false = torch.tensor([True, False]).to(self.device)
         self.load(state, policy, tracker)
@@ -251,8 +253,11 @@ class DeviceFields:
         if self._rule is not None:
             with outside_graph(self.device):
                 tracker.clamp_(max=self._rule.growth_interval - 1)  # the kernel compares the two with ==
-                self._moves = torch.from_numpy(_moves(self._rule)).to(self.device).unbind()
-                """What an overflow, a finite step and a vetoed step add to the counts, and multiply them by."""
+                table = torch.from_numpy(_moves(self._rule))
+                if self._table is not None and self._table.shape == table.shape:
+                    self._table.copy_(table)  # a graph may read this memory
+                else:
+                    self._table = table.to(self.device)
 
     def on_host(self, scale: Tensor, tracker: Tensor) -> ScaleState:
         """Return the state as host scalars. Waits for the device, once for floats and once for counts."""
@@ -285,10 +290,11 @@ class DeviceFields:
         vetoes = flags_of(steps, vetoes=True)
         vetoed = torch.logical_and(is_good, combine(vetoes, self.device)) if vetoes else None
         used = self._after[0] if self._after is not None and self._after[1] == scale._version else scale.clone()
-        if is_counted and (rule := self._rule) is not None:
-            moves = torch.where(is_bad, self._moves[0], self._moves[1])
+        if is_counted and (rule := self._rule) is not None and self._table is not None:
+            overflow_moves, finite_moves, vetoed_moves = self._table.unbind()
+            moves = torch.where(is_bad, overflow_moves, finite_moves)
             if vetoed is not None:
-                moves = torch.where(vetoed, self._moves[2], moves)
+                moves = torch.where(vetoed, vetoed_moves, moves)
                 tracker.add_(vetoed, alpha=-1)  # the kernel adds 1, which is then below the interval
             # The kernel would multiply in float64 by factors that are not rounded.
             factors = float(np.float32(rule.growth_factor)), float(np.float32(rule.backoff_factor))

@@ -182,11 +182,8 @@ def test_each_flag_is_on_the_device_of_its_key():
         assert not scaler.update().applied
 
 
-@pytest.mark.parametrize("policy", ["dynamic", DynamicScaling(cooldown=1), DynamicScaling(hysteresis=2)])
-@given(trace=overflow_traces(max_steps=10))
-@few_examples
-def test_replays_update_as_the_policy_does(policy, trace):
-    """Every counter included; a loaded state and a new scale take effect at the next replay."""
+def _recorded(policy):
+    """Return a parameter, its scaler, and a graph of one fused step."""
     param, optimizer = one(fused=True)
     scaler = GradScaler("cpu", policy=policy)
     param.grad = torch.zeros(1)
@@ -194,6 +191,24 @@ def test_replays_update_as_the_policy_does(policy, trace):
     with RecordedGraph() as graph:
         scaler.step(optimizer)
         scaler.update()
+    return param, scaler, graph
+
+
+def test_a_replay_counts_by_the_policy_that_was_assigned_after_the_recording():
+    """The graph reads the memory of the policy's table, so that the same memory holds the table of another policy."""
+    param, scaler, graph = _recorded(DynamicScaling())
+    scaler.policy = REPLACING[0]
+    param.grad.fill_(INF)
+    graph.replay()
+    assert scaler.state_dict()["hysteresis_tracker"] == 1
+
+
+@pytest.mark.parametrize("policy", ["dynamic", DynamicScaling(cooldown=1), DynamicScaling(hysteresis=2)])
+@given(trace=overflow_traces(max_steps=10))
+@few_examples
+def test_replays_update_as_the_policy_does(policy, trace):
+    """Every counter included; a loaded state and a new scale take effect at the next replay."""
+    param, scaler, graph = _recorded(policy)
     scaler.load_state_dict(state_to_dict(scaler.policy.init_state(), scaler.policy))
     expected = scaler.policy.init_state()
     for finite in trace:

@@ -34,26 +34,21 @@ TESTS = {
     """,
     "lossscale_torch": """
         _gradients: clipping odd_gradients devices norms messages
-        _step_info: scaler hooks
-        _versions: scaler attach
-        hooks: hooks guard transactions distributed norms
-        _snapshots: attempts hooks transactions
+        _step_info _versions: scaler hooks attach
+        hooks _snapshots: hooks guard attempts transactions distributed norms
         _record _state: states scaler synchronisation loops transactions odd_optimizers
         _checkpoint: scaler broken_files other_tools messages
         _verbs: conformance/backends@torch conformance/wrong_arguments@torch odd_gradients
         _clip: clipping norms fuzz guard transactions
-        _report: reports messages
         _scaler: scaler transactions loops messages differences fuzz odd_optimizers
         _watch: watch loops transactions messages
-        testing: check_loop pages messages
+        _report testing: reports check_loop pages messages
         __init__: scaler
         *: graphs other_packages
     """,
     "lossscale_torch._extras": """
-        _attach _attempts: attach attempts transactions messages
-        _range_report: reports float32 messages
-        _float32_plan: float32 messages
-        _guarded: guarded guard messages
+        _attach _attempts _guarded: attach attempts guarded guard transactions messages
+        _range_report _float32_plan: reports float32 messages
         __init__: scaler
     """,
     "lossscale_jax": """
