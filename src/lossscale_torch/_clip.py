@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lossscale_core.adapters import check_setting, shown
 from lossscale_core.errors import PolicyError
 from lossscale_torch._gradients import MAX_EXACT_ORDER, Gradients, has_gradients, params_of
-from lossscale_torch._record import Kind, OptimizerStep, combine, kind_of, require_optimizer
+from lossscale_torch._record import FUSED, UNSCALED, OptimizerStep, combine, kind_of, require_optimizer
 from lossscale_torch._state import is_capturing
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def _clip_scaled(
     state, groups = scaler._state, scaler._groups(optimizers, of_norm=True)
     scale, are_fused = state.scale, True
     for optimizer in optimizers:
-        are_fused = are_fused and kind_of(optimizer) is Kind.FUSED
+        are_fused = are_fused and kind_of(optimizer) is FUSED
     is_on_device = are_fused and (not scale.is_cpu or is_capturing())
     read = None if is_on_device else lambda norm: state.read([], norm)[0]  # the one wait of a step
     scaled, is_finite = gradients.norm(order, state.one, groups, scaler._ranks.norm_group, read)
@@ -97,7 +96,7 @@ def _clip_scaled(
     for step in steps:
         has_divided = has_gradients(step.optimizer)
         if groups or has_divided:
-            step["stage"], step["found_inf_per_device"] = OptState.UNSCALED, {scale.device: flag}
+            step["stage"], step["found_inf_per_device"] = UNSCALED, {scale.device: flag}
             step.combined_over, step.norm, step.has_divided, step.has_dropped = groups, noted, has_divided, False
             flag = flag.clone() if len(steps) > 1 else flag  # other packages write to the flags of an optimizer
     return norm

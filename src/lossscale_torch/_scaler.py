@@ -477,7 +477,7 @@ class GradScaler(torch.amp.GradScaler):
         where ranks hold different parameters. Synchronises once a try after a fused optimizer.
 
         Args:
-            modules: The modules whose buffers are put back, such as BatchNorm's statistics.
+            modules: The buffers of these modules are put back, such as BatchNorm's statistics.
             retries: How often a step is taken again.
             raise_at_end: Whether used-up retries raise `RetriesExhaustedError`.
 

@@ -99,7 +99,7 @@ class ScalerState:
         return known[1] if known is not None and known[0] == scale._version else None
 
     def on_host(self) -> ScaleState:
-        """Return the policy's state as host scalars. Waits for a device whose numbers the host does not know."""
+        """Return the policy's state as host scalars. Waits for a device if the host does not know its numbers."""
         fields, tracker, scale = self.fields, self.tracker, self.scale  # another thread may replace them
         if isinstance(fields, DeviceFields):
             return fields.on_host(scale, tracker)

@@ -25,7 +25,7 @@ from lossscale_core.adapters import (
 )
 from lossscale_core.errors import PolicyError, SyncError
 from lossscale_torch._gradients import has_meshes, is_dtensor, params_of, reduce_max, to_device
-from lossscale_torch._record import SPIKE, VETO, Kind, OptimizerStep, combine, flags_of, kind_of, read_numbers
+from lossscale_torch._record import PLAIN, SPIKE, VETO, OptimizerStep, combine, flags_of, kind_of, read_numbers
 from lossscale_torch._snapshots import Buffers
 from lossscale_torch._state import is_capturing, outside_graph
 from lossscale_torch._step_info import StepInfo
@@ -116,7 +116,7 @@ class Guard(Hook):
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
         state = self._states[key]
         is_on_device = isinstance(state.mean, Tensor)  # where it stays
-        if not norm.is_cpu and not is_on_device and kind_of(step.optimizer) is Kind.PLAIN:
+        if not norm.is_cpu and not is_on_device and kind_of(step.optimizer) is PLAIN:
             (value,) = scaler._state.read([step], norm)  # the one wait of this step
             norm = torch.tensor(value)
         overflow = combine(flags_of([step], vetoes=False), norm.device)

@@ -131,7 +131,7 @@ def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
             "scaled, and optimizer.step() in place of scaler.step(optimizer)"
         )
     after = run.followers()
-    # An optimizer whose kernel skips its first step allocates zeros.
+    # An optimizer allocates zeros if its kernel skips the first step.
     before = {name: torch.zeros_like(value) for name, value in after.items() if isinstance(value, Tensor)} | before
     # A loop may set the learning rate at the head of a step, where it follows the step before.
     if changed := [name for name in _differing(before, after) if not _is_setting(name)]:

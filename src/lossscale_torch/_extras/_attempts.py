@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -13,7 +12,7 @@ from lossscale_core import BaseScaling, ScaleState
 from lossscale_core.adapters import check_setting, shown_number, warn_caller
 from lossscale_core.errors import CallOrderError, RetriesExhaustedError
 from lossscale_torch._gradients import params_of
-from lossscale_torch._record import OptimizerStep, read_numbers
+from lossscale_torch._record import STEPPED, OptimizerStep, read_numbers
 from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._step_info import StepInfo
 
@@ -113,7 +112,7 @@ class Tries:
         self.attempt.info, self.updates = None, 0
         for key in self.applied:
             done = self.scaler._per_optimizer_states[key] = self.records[key]
-            done["stage"], done["found_inf_per_device"] = OptState.STEPPED, {}
+            done["stage"], done["found_inf_per_device"] = STEPPED, {}
             done.applied = done.is_done = True
 
     def note(self, info: StepInfo) -> None:

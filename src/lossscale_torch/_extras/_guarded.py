@@ -16,7 +16,7 @@ from lossscale_core.adapters import check_setting, log_event, shown
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import params_of, values_of
-from lossscale_torch._record import Kind, kind_of, read_numbers
+from lossscale_torch._record import LEGACY, kind_of, read_numbers
 from lossscale_torch._report import pairs
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._state import DeviceFields, is_capturing
@@ -95,7 +95,7 @@ def guarded(
         optimizer: An optimizer of torch or of another package. It keeps its identity and its methods, and gets a
             subclass of its class; copies and pickles are guarded, too.
         max_norm: The largest norm of all gradients after clipping.
-        guard: A `SpikeGuard`, whose memory is in the `state_dict` of the optimizer.
+        guard: A `SpikeGuard`. The `state_dict` of the optimizer has its memory.
         max_streak: The number of bad steps in a row, NaN or infinity, that raises an error. A fused optimizer is read
             once in as many steps.
         on_bad: `"raise"` ends the run at the first bad step, by an `OverflowStreakError` before anything has changed;
@@ -309,7 +309,7 @@ def _unfit(optimizer: torch.optim.Optimizer) -> str:
     """Return why an optimizer's step cannot be judged before it, or an empty text."""
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         return "has no param_groups; pass a torch.optim.Optimizer"
-    if kind_of(optimizer) is Kind.LEGACY:
+    if kind_of(optimizer) is LEGACY:
         return "takes a scaler in its step; make it without"
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if (closure is not None and closure.default is inspect.Parameter.empty) or hasattr(optimizer, "first_step"):
