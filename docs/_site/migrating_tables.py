@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.other_tools import table
-from lossscale_core.adapters import shown_number, write_whole
+from lossscale_core.adapters import shown_number
+from lossscale_core.files import write_whole
 
 PAGE = Path(__file__).parents[1] / "migrating.md"
 _DRAWN = re.compile(r"(<!-- drawn by docs/_site/migrating_tables.py -->\n).*", re.DOTALL)

@@ -7,7 +7,7 @@ only in `policy.update(state, grads_finite)`. The packages `lossscale_torch`, `l
 
 import typing as _typing
 
-from lossscale_core import adapters, errors
+from lossscale_core import adapters, errors, files
 from lossscale_core._arrays import all_finite, scale, select, unscale
 from lossscale_core._base import BaseScaling, ScalingPolicy
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
@@ -51,6 +51,7 @@ __all__ = [
     "diagnose",
     "dump_policy",
     "errors",
+    "files",
     "gradient_range",
     "init_state",
     "load_policy",

@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 import numpy as np
 
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
-from lossscale_core._files import read_data, suffix_of, write_whole
 from lossscale_core._messages import nearest_name, shown, shown_names, unknown_name
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
 from lossscale_core._state import Namespace, ScaleState
 from lossscale_core.errors import PolicyError
+from lossscale_core.files import read_data, suffix_of, write_whole
 
 PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping[str, Any]
 """The types that `as_policy` accepts."""

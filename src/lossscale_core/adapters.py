@@ -1,4 +1,4 @@
-"""What only adapters and the command need of the core: checks of arguments, texts of messages, files.
+"""What only adapters and the command need of the core: checks of arguments, and texts of messages.
 
 The names serve the packages of this project and adapters of other packages. They may change in a minor version.
 """
@@ -6,7 +6,6 @@ The names serve the packages of this project and adapters of other packages. The
 from lossscale_core import _tree as tree
 from lossscale_core._checkpoint import guard_state_from_dict
 from lossscale_core._config import policy_text
-from lossscale_core._files import open_file, read_data, write_whole
 from lossscale_core._guard import check_guard, check_spike_streak
 from lossscale_core._messages import require_flag, shown, shown_names, shown_number, unknown_name, warn_caller
 from lossscale_core._report import (
@@ -37,9 +36,7 @@ __all__ = [
     "log_event",
     "loss_scale_of",
     "norm_by_unit",
-    "open_file",
     "policy_text",
-    "read_data",
     "require_flag",
     "require_pairs",
     "shown",
@@ -48,7 +45,6 @@ __all__ = [
     "tree",
     "unknown_name",
     "warn_caller",
-    "write_whole",
 ]
 
 # A pickle stores the module name of a class: the public one lets the private modules change.

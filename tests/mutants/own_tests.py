@@ -20,7 +20,7 @@ TESTS = {
         _base: own_policies check_policy mistakes
         _arrays _tree: verbs all_finite mistakes conformance
         _settings: policy_settings config mistakes
-        _files: config command/files command/hostile_files
+        files: config command/files command/hostile_files
         _messages errors: mistakes policy_settings config report
         _step: conformance guard conformance/guards_across_frameworks
         adapters __init__: import mistakes testing

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.cli._shared import say
-from lossscale_core.adapters import open_file, shown, shown_names
+from lossscale_core.adapters import shown, shown_names
 from lossscale_core.errors import LossScaleError
+from lossscale_core.files import open_file
 
 COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
 _APPLIED, _OVERFLOWED, _SCALER, _WIDTH = 2, 3, 7, 8

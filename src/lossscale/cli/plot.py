@@ -6,7 +6,7 @@ import click
 
 from lossscale.cli._shared import FILE, OVERWRITE, PICTURES, example, require_new, say
 from lossscale.cli._trace import read_trace
-from lossscale_core.adapters import write_whole
+from lossscale_core.files import write_whole
 
 
 @click.command("plot", epilog=example("lossscale plot scale.csv -o scale.svg"))

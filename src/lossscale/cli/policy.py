@@ -8,8 +8,9 @@ import click
 from lossscale.cli._shared import AS_JSON, FILE, OVERWRITE, example, help_if_alone, require_new, say, warnings_as_lines
 from lossscale.other_tools import from_tool, tools, tools_of_config
 from lossscale_core import ScalingPolicy, dump_policy, load_policy, policy_to_dict
-from lossscale_core.adapters import policy_text, read_data, shown
+from lossscale_core.adapters import policy_text, shown
 from lossscale_core.errors import PolicyError
+from lossscale_core.files import read_data
 
 
 @click.group("policy", epilog=example("lossscale policy check policy.toml"), invoke_without_command=True)

@@ -9,6 +9,8 @@ from typing import Any, BinaryIO, TypeAlias
 from lossscale_core._messages import shown
 from lossscale_core.errors import LossScaleError
 
+__all__ = ["open_file", "read_data", "write_whole"]
+
 Path: TypeAlias = str | os.PathLike[str]
 _LIMITS = {"policy": 2**16, "state": 2**22, "trace": 2**26, "archive": math.inf}
 """The most bytes of each kind of file; an archive of `torch.save` may hold a whole model."""
