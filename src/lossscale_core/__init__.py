@@ -69,14 +69,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> _typing.Any:
-    if name != "testing":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Training does not need it, and it would add to the time of the import in each process of a run. The import
-    # statement sets the name in this module, so that only the first use calls this function.
-    import lossscale_core.testing
+if not _typing.TYPE_CHECKING:  # it would accept every name
 
-    return lossscale_core.testing
+    def __getattr__(name):
+        if name != "testing":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Training does not need it, and it would add to the time of the import in each process of a run. The import
+        # statement sets the name in this module, so that only the first use calls this function.
+        import lossscale_core.testing
+
+        return lossscale_core.testing
 
 
 def __dir__() -> list[str]:

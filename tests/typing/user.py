@@ -104,3 +104,4 @@ def make_mistakes(state: ScaleState) -> None:
     core.scale(1.0, object())  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     state.scale  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
     DynamicScaling(growth_interval="100")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    core.DynamicScalling  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
