@@ -16,6 +16,7 @@ from lossscale_core.adapters import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     check_setting,
+    read_torch_keys,
     shown,
     shown_names,
     unknown_name,
@@ -338,7 +339,7 @@ def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, 
     parts = [each for each in inner if isinstance(checkpoint[each], Mapping)]
     if len(parts) > 1:
         raise CheckpointError(f"this checkpoint of {name} holds {len(parts)} scalers; pass one: {shown_names(parts)}")
-    part, saved = checkpoint[parts[0]] if parts else checkpoint, dict[str, Any]()
+    part, saved = checkpoint[parts[0]] if parts else {**checkpoint, **read_torch_keys(checkpoint)}, dict[str, Any]()
     for key in sorted(filter(lambda key: isinstance(key, str), part), key=lambda key: key.startswith("_")):
         saved.setdefault(_AROUND_NAME.sub("", key.removesuffix(_TENSORFLOW)).lstrip("_"), part[key])
     required = [layout["loss_scale"], *layout.get("since_overflow", [layout.get("growth_tracker")])]

@@ -20,6 +20,9 @@ from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyErro
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
+_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+TORCH_KEYS = {"scale": "loss_scale", **{name: name for name in _SETTINGS}, "_growth_tracker": "growth_tracker"}
+"""The keys of torch's scaler, in its order, and our names of the same numbers."""
 
 
 def state_to_dict(
@@ -63,7 +66,9 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
     outside the bounds is moved to the nearest bound with a warning.
 
     Args:
-        saved: A dict that `state_to_dict` returned; other keys are ignored.
+        saved: A dict that `state_to_dict` returned. If it also has torch's keys, as a scaler of torch saves them, these
+            own the numbers that it has twice: where the two differ, a `CheckpointWarning` shows both. Other keys are
+            ignored.
         policy: The policy that continues the run, as anything that `as_policy` accepts. If it is left out, the keys of
             `saved` decide the type of the state.
 
@@ -76,6 +81,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
         PolicyError: `policy` is not a policy.
     """
     _require_version(saved)
+    saved = read_torch_keys(saved)
     policy = None if policy is None else as_policy(policy)
     start: Any = _start_for(saved) if policy is None else policy.init_state()
     fields = _restored(saved, start, ScaleState._fields, "state")
@@ -99,6 +105,40 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
         warn_caller(f"{how}: {'; '.join(notes)}", CheckpointWarning)
     state: ScaleState[HostScalar] = start._replace(**fields)
     return state
+
+
+def read_torch_keys(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved state without torch's keys, whose numbers replace those under our names.
+
+    Programs for torch's scaler edit its keys. A `CheckpointWarning` shows both numbers where they differ.
+
+    Args:
+        saved: A dict that `state_to_dict` or a scaler of torch returned; without torch's keys it is returned itself.
+
+    Returns:
+        A dict. If a number differs, a policy that is not dynamic is replaced by torch's rule.
+    """
+    if not saved.keys() >= {"version", *TORCH_KEYS}:
+        return saved
+    policy = saved.get("policy")
+    rule: Mapping[str, Any] = policy if isinstance(policy, Mapping) else saved  # without a policy nothing differs
+    ours = {**saved, **{name: rule.get(name, getattr(BaseScaling, name)) for name in _SETTINGS}}
+    used = {own: _item(saved[name]) for name, own in TORCH_KEYS.items()}
+    notes = [
+        f"{own}={shown(ours.get(own))}, and torch's {name}={shown(used[own])}, which is used"
+        for name, own in TORCH_KEYS.items()
+        for pair in [(_item(ours.get(own)), used[own])]
+        if not all(isinstance(number, int | float) for number in pair) or pair[0] != pair[1]
+    ]
+    after = {name: value for name, value in saved.items() if name not in TORCH_KEYS}
+    if notes:
+        warn_caller(f"the saved state has {'; '.join(notes)}", CheckpointWarning)
+        after |= {own: used[own] for own in ("loss_scale", "growth_tracker")}
+        if isinstance(policy, Mapping):
+            start = {"kind": "dynamic", "min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
+            settings = {name: used[name] for name in _SETTINGS}
+            after["policy"] = {**(policy if policy.get("kind") == "dynamic" else start), **settings}
+    return after
 
 
 def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:

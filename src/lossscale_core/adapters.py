@@ -4,7 +4,7 @@ The names serve the packages of this project and adapters of other packages. The
 """
 
 from lossscale_core import _tree as tree
-from lossscale_core._checkpoint import guard_state_from_dict
+from lossscale_core._checkpoint import TORCH_KEYS, guard_state_from_dict, read_torch_keys
 from lossscale_core._config import policy_text
 from lossscale_core._guard import check_guard, check_spike_streak
 from lossscale_core._messages import require_flag, shown, shown_names, shown_number, unknown_name, warn_caller
@@ -24,6 +24,7 @@ __all__ = [
     "BAD_LOSS",
     "LARGEST_SCALE",
     "SMALLEST_SCALE",
+    "TORCH_KEYS",
     "GradientReport",
     "OverflowReport",
     "check_guard",
@@ -37,6 +38,7 @@ __all__ = [
     "loss_scale_of",
     "norm_by_unit",
     "policy_text",
+    "read_torch_keys",
     "require_flag",
     "require_pairs",
     "shown",

@@ -18,15 +18,23 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, shown, shown_names, shown_number, warn_caller
+from lossscale_core.adapters import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    TORCH_KEYS,
+    read_torch_keys,
+    shown,
+    shown_names,
+    shown_number,
+    warn_caller,
+)
 from lossscale_core.errors import CheckpointError, PolicyError
 from lossscale_torch._state import is_capturing
 
 if TYPE_CHECKING:
     from lossscale_torch._scaler import GradScaler
 
-_TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_SETTINGS = _TORCHS_KEYS[1:4]
+_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 DEFAULTS = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _NEVER = 2**31 - 1
 _NEXT_TO_ONE = {"growth_factor": 1.0 + 2.0**-23, "backoff_factor": 1.0 - 2.0**-24}
@@ -65,7 +73,7 @@ def as_setting(name: str, value: Any) -> Any:
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/AmpKernels.cu
     """
     value = value.item() if getattr(value, "shape", None) == () else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if name not in _SETTINGS or isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if name != "growth_interval":
         return _NEXT_TO_ONE[name] if value == 1.0 else value
@@ -112,14 +120,17 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
         )
     if "version" not in given:
-        if missing := [name for name in _TORCHS_KEYS if name not in given]:
+        if missing := [name for name in TORCH_KEYS if name not in given]:
             raise _MissingKeyError(_not_torchs(given, missing))
-        ours, rule = state_to_dict(policy.init_state(), policy), {"kind": "dynamic", **_torchs_rule(given)}
+        ours, rule = state_to_dict(policy.init_state(), policy), _torchs_rule(given)
         if follows:
-            ours["policy"] = rule
+            ours["policy"] = {"kind": "dynamic", **rule}
         elif ours.get("policy", {}).get("kind") == "dynamic":  # is compared as far as torch's scaler has the settings
             ours["policy"] |= {name: rule[name] for name in _SETTINGS}
         given = {**ours, "loss_scale": given["scale"], "growth_tracker": given["_growth_tracker"]}
+    given = read_torch_keys(given)
+    if isinstance(rule := given.get("policy"), Mapping):
+        given = {**given, "policy": {name: as_setting(name, value) for name, value in rule.items()}}
     if follows and "policy" in given:
         try:
             policy = policy_from_dict(given["policy"])
@@ -141,7 +152,7 @@ def _not_torchs(given: Mapping[Any, Any], missing: list[str]) -> str:
         "state_to_dict(lossscale.state_from_tool('deepspeed', saved))"
     )
     for key, part in given.items():
-        if isinstance(part, Mapping) and ("version" in part or part.keys() >= {*_TORCHS_KEYS}):
+        if isinstance(part, Mapping) and ("version" in part or part.keys() >= {*TORCH_KEYS}):
             hint = f"pass its part {shown(key)}"
     return (
         f"load_state_dict() was given a dict of {shown_names(given)}, which is not the saved state of a scaler; it "

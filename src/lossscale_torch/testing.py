@@ -217,7 +217,7 @@ class _Run(GradScaler):
 
     def set_scale(self, loss_scale: float) -> None:
         """Set the loss scale, and leave the rest of the state."""
-        self.load_state_dict({**self.state_dict(), "loss_scale": loss_scale})
+        self.load_state_dict({**self.state_dict(), "scale": loss_scale, "loss_scale": loss_scale})
 
     def followers(self) -> dict[str, Any]:
         """Return copies of all that follows the steps, by name."""

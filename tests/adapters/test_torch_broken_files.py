@@ -1,15 +1,21 @@
 """State dicts with any value in any place."""
 
+import json
 import warnings
 from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lossscale_core.errors import CheckpointError
+from lossscale import state_from_tool
+from lossscale_core import FixedScaling, NoScaling, state_from_dict
+from lossscale_core.errors import CheckpointError, CheckpointWarning
 from lossscale_torch import GradScaler
 from tests.adapters.torch_steps import one, ready, take_step
+from tests.command.commanding import succeed
 
 LONGEST = 3000
 
@@ -99,3 +105,50 @@ def test_factors_of_one_are_taken(is_loaded):
     for value in (1.0, float("inf")):
         take_step(scaler, optimizer, value)
         assert abs(scaler.get_scale() - 8.0) <= 2.0**-20
+
+
+EDITS = st.one_of(
+    st.tuples(st.just("scale"), st.sampled_from([2.0**-3, 64.0, 3.0])),
+    st.tuples(st.just("_growth_tracker"), st.integers(0, 2)),
+    st.tuples(st.just("growth_factor"), st.sampled_from([1.5, 2.0, 4.0])),
+    st.tuples(st.just("backoff_factor"), st.sampled_from([0.5, 0.125])),
+    st.tuples(st.just("growth_interval"), st.integers(0, 4)),
+)
+
+
+@settings(deadline=None)
+@given(
+    EDITS, st.sampled_from([None, FixedScaling(1024.0), NoScaling()]), st.lists(st.booleans(), min_size=6, max_size=6)
+)
+def test_an_edited_key_of_torch_is_used(edit, policy, trace):
+    """The next scales are those of torch's scaler, and a warning shows both numbers."""
+    first = ready(**({"init_scale": 2.0**10, "growth_interval": 3} if policy is None else {"policy": policy}))
+    take_step(first, one()[1], 1.0)
+    saved = first.state_dict()
+    name, value = edit
+    edited, scalers = {**saved, name: value}, (GradScaler("cpu"), torch.amp.GradScaler("cpu"))
+    said = _loaded(scalers[0], edited)
+    assert bool(said) == (value != saved[name])
+    assert all(f"torch's {name}={value!r}, which is used" in text for text in said), said
+    scalers[1].load_state_dict(edited)
+    for finite in trace:
+        for scaler in scalers:
+            take_step(scaler, one()[1], 1.0 if finite else float("inf"))
+        assert scalers[0].get_scale() == pytest.approx(scalers[1].get_scale(), rel=2.0**-20 if policy else 0.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss_scale", 64.0), ("growth_tracker", 2), ("policy", 4)])
+def test_an_edit_of_our_key_alone_only_warns(name, value, tmp_path):
+    """Every reader uses torch's number."""
+    saved = GradScaler("cpu", 8.0, growth_interval=9).state_dict()
+    edited = {**saved, name: {**saved["policy"], "growth_interval": value} if name == "policy" else value}
+    for read in (state_from_dict, lambda saved: state_from_tool("torch", saved)):
+        with pytest.warns(CheckpointWarning, match="which is used"):
+            assert read(edited)[:2] == (8.0, 0)
+    scaler = GradScaler("cpu")
+    assert "which is used" in _loaded(scaler, edited)[0]
+    assert scaler.state_dict() == saved
+    (tmp_path / "c.json").write_text(json.dumps(edited))
+    data, said = succeed("checkpoint", "c.json", cwd=tmp_path)
+    assert json.loads(data).items() <= saved.items()
+    assert "which is used" in said

@@ -11,7 +11,7 @@ import click
 from lossscale.cli._shared import FILE, example, print_json, say, warnings_as_lines
 from lossscale.other_tools import state_from_tool, tools_of_checkpoint
 from lossscale_core import ScalingPolicy, diagnose, load_policy, policy_from_dict, state_from_dict, state_to_dict
-from lossscale_core.adapters import shown, shown_names
+from lossscale_core.adapters import read_torch_keys, shown, shown_names
 from lossscale_core.errors import CheckpointError
 from lossscale_core.files import open_file, read_data
 
@@ -47,6 +47,7 @@ def _state(place: str, saved: Mapping[str, Any], tool: str | None, policy: Scali
     """Return the state as a dict, and print a sentence about it."""
     with warnings_as_lines():
         if tool is None and "version" in saved:  # which no other tool saves in the dict of its scaler
+            saved = read_torch_keys(saved)
             policy = policy_from_dict(saved["policy"]) if policy is None and "policy" in saved else policy
             state = state_from_dict(saved, policy)
             say(f"{place}: a state of this library{'' if policy is None else f'; {diagnose(policy, state)}'}")
