@@ -23,7 +23,7 @@ def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) ->
     Args:
         path: The path of the file. A symbolic link is replaced itself, and its target is not changed.
         content: The bytes of the file, or its text, which is encoded in UTF-8.
-        overwrite: Whether to replace a file that exists.
+        overwrite: Whether to replace a file that exists; its permissions stay.
 
     Raises:
         FileExistsError: The file exists, and `overwrite` is False.
@@ -35,6 +35,8 @@ def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) ->
     temporary = f"{target}.{os.getpid()}"
     try:
         with open(temporary, "wb") as file:
+            if os.path.isfile(target) and not os.path.islink(target):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))  # before it has content that may be private
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             # A rename may reach the disk before the content does, and then a crash would leave an empty file.
             file.flush()

@@ -1,5 +1,7 @@
 """Files: written whole or not at all, never through a link or over another one unasked; no key twice."""
 
+import stat
+
 import pytest
 
 from lossscale_core import FixedScaling, dump_policy, load_policy
@@ -28,6 +30,16 @@ def test_a_disk_that_is_full_leaves_no_stump_and_the_retry_works(folder, command
     assert sorted(folder.iterdir()) == before
     done = run(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o444, 0o664])
+@pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
+def test_an_overwritten_file_keeps_its_permissions(folder, command, mode):
+    """A private file stays private, and a shared file stays shared, whatever the umask is."""
+    (folder / command[-1]).touch(mode)
+    (folder / command[-1]).chmod(mode)
+    assert run(*command, "--overwrite", cwd=folder).returncode == 0
+    assert stat.S_IMODE((folder / command[-1]).stat().st_mode) == mode
 
 
 @pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
