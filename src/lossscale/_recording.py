@@ -17,8 +17,8 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import sharded_grad_scaler
 
 import lossscale_torch
-from lossscale.cli._trace import csv_lines
 from lossscale_core import ScalingPolicy
+from lossscale_core.testing import csv_lines
 
 _MOST_WAITING = 100
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")

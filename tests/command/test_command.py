@@ -6,9 +6,20 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lossscale import from_tool, tools
-from lossscale_core import DynamicScaling, dump_policy, load_policy, policy_from_dict, state_from_dict, state_to_dict
+from lossscale_core import (
+    DynamicScaling,
+    SpikeGuard,
+    dump_policy,
+    load_policy,
+    policy_from_dict,
+    state_from_dict,
+    state_to_dict,
+)
+from lossscale_core.testing import simulate, trace_to_csv
 from tests.command.commanding import run, succeed
 
 DEEPSPEED = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}}
@@ -132,6 +143,23 @@ def test_a_restarted_run_counts_its_steps_once(tmp_path):
     _, said = succeed("plot", "t.csv", "-o", "p.svg", cwd=tmp_path)
     assert "t.csv has 2 scalers; this is the first" in said
     assert "8 steps, 2 of them skipped" in said
+
+
+@settings(max_examples=30)
+@given(st.lists(st.booleans(), min_size=9, max_size=30), st.booleans(), st.integers(0, 10**6))
+def test_a_written_trace_is_simulated_by_its_own_steps(tmp_path_factory, finite, has_guard, first):
+    """The same policy has the same run, and the stretches name the steps of the file, wherever they begin."""
+    folder, policy = tmp_path_factory.mktemp("traces"), DynamicScaling(growth_interval=2)
+    guarded = {"norms": [4.0 ** (n % 3) for n in range(len(finite))], "guard": SpikeGuard(threshold=2.0, warmup=1)}
+    trace = simulate(policy, finite, **(guarded if has_guard else {}))
+    trace_to_csv(trace, folder / "t.csv")
+    dump_policy(policy, folder / "p.toml")
+    rows = [row.split(",") for row in (folder / "t.csv").read_text().splitlines()[1:]]
+    numbers = [int(row[0]) + first for row in rows if row[4] == "False"]
+    _trace(folder, [",".join([str(int(row[0]) + first), *row[1:]]) for row in rows])
+    found = _simulated(folder, "p.toml")
+    assert found["final_loss_scale"] == trace.loss_scale_after[-1]
+    assert [n for each in found["stretches"] for n in range(each["first_step"], each["last_step"] + 1)] == numbers
 
 
 def test_a_picture_without_norms(tmp_path):

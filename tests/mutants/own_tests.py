@@ -29,6 +29,7 @@ TESTS = {
     "lossscale_core.testing": """
         _check: check_policy own_policies
         _simulation: testing mistakes guard
+        _csv: command/command command/demo
         loops: testing adapters/jax_check_step
         __init__: testing
     """,

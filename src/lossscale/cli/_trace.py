@@ -3,7 +3,7 @@
 import csv
 import io
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -15,8 +15,8 @@ from lossscale.cli._shared import say
 from lossscale_core.adapters import shown, shown_names
 from lossscale_core.errors import LossScaleError
 from lossscale_core.files import open_file
+from lossscale_core.testing import CSV_COLUMNS
 
-COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
 _APPLIED, _OVERFLOWED, _SCALER, _WIDTH = 2, 3, 7, 8
 _WORDS = {"True": 1.0, "False": 0.0, "": np.nan}
 _LONGEST_LINE = 10_000
@@ -33,20 +33,6 @@ class Trace(NamedTuple):
     """float64: the norm of the unscaled gradients, NaN where it is not known."""
     gradient_max: NDArray[np.float64]
     """float64: the largest magnitude of the unscaled gradients, NaN where it is not known."""
-
-
-def csv_lines(rows: Iterable[Sequence[Any]], *, has_titles: bool = True) -> Iterator[str]:
-    """Yield rows with a cell for each of `COLUMNS` as lines of a trace. Waits for the devices of the cells.
-
-    Args:
-        rows: Numbers, arrays of shape `()`, bools, or None for what is not known.
-        has_titles: Whether the line of titles comes first.
-    """
-    if has_titles:
-        yield ",".join(COLUMNS) + "\n"
-    for row in rows:
-        cells = (cell.item() if hasattr(cell, "item") else cell for cell in row)
-        yield ",".join("" if cell is None else repr(cell) for cell in cells) + "\n"
 
 
 def read_trace(path: Path) -> Trace:
@@ -66,7 +52,7 @@ def read_trace(path: Path) -> Trace:
         if missing := [name for name in ("step", "scale", "overflowed") if name not in titles]:
             has = shown_names(titles) or "nothing"
             raise click.UsageError(f"{path} has no column {missing[0]}; it has {has}; add it")
-        places = [titles.index(name) if name in titles else None for name in COLUMNS]
+        places = [titles.index(name) if name in titles else None for name in CSV_COLUMNS]
         for number, line in enumerate(filter(None, lines), 2):
             row = _numbers(path, number, len(titles), places, line)
             scalers.add(row[_SCALER])
@@ -116,7 +102,7 @@ def _numbers(path: Path, number: int, width: int, places: list[int | None], line
         cells = ["" if place is None else line[place] for place in places]
         row = [_WORDS[cell] if cell in _WORDS else float(cell) for cell in cells]
         row[_SCALER] = 0.0 if cells[_SCALER] == "" else row[_SCALER]
-        if len(line) == width and 0.0 <= row[0] < np.inf and 2.0**-149 <= row[1] <= 2.0**128:
+        if len(line) == width and 0.0 <= row[0] < 2.0**53 and 2.0**-149 <= row[1] <= 2.0**128:
             return row
     except (ValueError, IndexError):
         pass

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from lossscale.cli._shared import FILE, OVERWRITE, example, print_table, require_new, say
-from lossscale.cli._trace import csv_lines
 from lossscale_core import load_policy
 from lossscale_core.adapters import policy_text, shown_number
 from lossscale_core.files import write_whole
+from lossscale_core.testing import csv_lines
 
 
 @click.command("demo", epilog=example("lossscale demo --steps 300 --out lossscale-demo"))

@@ -34,8 +34,10 @@ def command(policy: str, trace: Path, dtype: str, as_json: bool) -> None:
     or of the demo.
     """
     scaling, run = typed_policy(policy), read_trace(trace)
-    simulated, basis = _simulated(scaling, run, dtype)
-    stretches, summary = _stretches(simulated), _summary(scaling, simulated)
+    counted = Trace._make(column[run.applied | run.overflowed] for column in run)  # without steps that a guard skipped
+    simulated, basis = _simulated(scaling, counted, dtype)
+    numbers = counted.step.astype(int)
+    stretches, summary = _stretches(simulated, numbers), _summary(scaling, simulated, numbers)
     if as_json:
         print_json({"policy": policy_to_dict(scaling), "basis": basis, **summary, "stretches": stretches})
         return
@@ -51,30 +53,28 @@ def command(policy: str, trace: Path, dtype: str, as_json: bool) -> None:
 
 
 def _simulated(scaling: ScalingPolicy, run: Trace, dtype: str) -> tuple[testing.Trace, str]:
-    """Return the policy's run and what its overflows come from. Steps that only a guard skipped are left out."""
-    counts = run.applied | run.overflowed
-    overflowed, largest = run.overflowed[counts], run.gradient_max[counts]
-    if not np.isfinite(largest[~overflowed]).any():
-        return testing.simulate(scaling, ~overflowed), _ONLY_FLAGS
-    at_limit = testing.LARGEST_NUMBER[dtype] / run.scale[counts] * (1.0 + 2.0**-40)
-    magnitudes = np.where(overflowed, at_limit, np.nan_to_num(largest, posinf=0.0))
+    """Return the policy's run and what its overflows come from."""
+    if not np.isfinite(run.gradient_max[~run.overflowed]).any():
+        return testing.simulate(scaling, ~run.overflowed), _ONLY_FLAGS
+    at_limit = testing.LARGEST_NUMBER[dtype] / run.scale * (1.0 + 2.0**-40)
+    magnitudes = np.where(run.overflowed, at_limit, np.nan_to_num(run.gradient_max, posinf=0.0))
     return testing.simulate_gradients(scaling, magnitudes, dtype), _WITH_MAGNITUDES.format(dtype=dtype)
 
 
-def _stretches(trace: testing.Trace) -> list[dict[str, Any]]:
-    """Return a row for each stretch of steps under one loss scale."""
+def _stretches(trace: testing.Trace, numbers: Any) -> list[dict[str, Any]]:
+    """Return a row for each stretch of steps under one loss scale; `numbers` are those of the recorded steps."""
     starts = [0, *(np.flatnonzero(np.diff(trace.loss_scale_used)) + 1).tolist()]
     rows = []
     for start, end in zip(starts, [*starts[1:], len(trace.skipped)], strict=True):
         skipped = int(trace.skipped[start:end].sum())
         before, after = float(trace.loss_scale_used[end - 1]), float(trace.loss_scale_after[end - 1])
         then = "grows" if after > before else "backs off" if after < before else "ends"
-        row = {"first_step": start, "last_step": end - 1, "loss_scale": before}
+        row = {"first_step": int(numbers[start]), "last_step": int(numbers[end - 1]), "loss_scale": before}
         rows.append({**row, "applied": end - start - skipped, "skipped": skipped, "then": then})
     return rows
 
 
-def _summary(scaling: ScalingPolicy, trace: testing.Trace) -> dict[str, Any]:
+def _summary(scaling: ScalingPolicy, trace: testing.Trace, numbers: Any) -> dict[str, Any]:
     # A policy may add counters of its own, which the trace has as columns, too.
     columns = {**trace._asdict(), "loss_scale": trace.loss_scale_after}
     last: Any = SimpleNamespace(**{name: column[-1] for name, column in columns.items()})
@@ -83,8 +83,8 @@ def _summary(scaling: ScalingPolicy, trace: testing.Trace) -> dict[str, Any]:
     return {
         "steps": len(trace.skipped),
         "skipped_steps": int(trace.skipped.sum()),
-        "first_applied_step": int(applied[0]) if len(applied) else None,
-        "max_overflow_streak_reached_at": int(reached[0]) if len(reached) else None,
+        "first_applied_step": int(numbers[applied[0]]) if len(applied) else None,
+        "max_overflow_streak_reached_at": int(numbers[reached[0]]) if len(reached) else None,
         "final_loss_scale": float(last.loss_scale),
         "diagnosis": diagnose(scaling, last),
     }
