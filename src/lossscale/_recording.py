@@ -18,7 +18,8 @@ from torch.distributed.fsdp import sharded_grad_scaler
 
 import lossscale_torch
 from lossscale_core import ScalingPolicy
-from lossscale_core.testing import csv_lines
+from lossscale_core.files import csv_lines
+from lossscale_core.testing import CSV_COLUMNS
 
 _MOST_WAITING = 100
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -59,7 +60,7 @@ class Recording:
             return
         try:
             with open(self._file, "a", encoding="utf-8") as file:  # opened each time: scripts fork and close files
-                file.writelines(csv_lines(rows, has_titles=file.tell() == 0))
+                file.writelines(csv_lines(rows, () if file.tell() else CSV_COLUMNS))
         except OSError as error:  # a full disk must not end the training
             self._file = None
             self.say(f"the trace ends at step {int(rows[0][0])}: {error}; make room, or pass another file")

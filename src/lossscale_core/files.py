@@ -1,15 +1,16 @@
-"""JSON and TOML files read, and any file written completely or not at all."""
+"""JSON and TOML files read, lines of CSV, and any file written completely or not at all."""
 
 import contextlib
 import math
 import os
 import stat
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, TypeAlias
 
 from lossscale_core._messages import shown
 from lossscale_core.errors import LossScaleError
 
-__all__ = ["open_file", "read_data", "write_whole"]
+__all__ = ["csv_lines", "open_file", "read_data", "write_whole"]
 
 Path: TypeAlias = str | os.PathLike[str]
 _LIMITS = {"policy": 2**16, "state": 2**22, "trace": 2**26, "archive": math.inf}
@@ -107,6 +108,23 @@ def read_data(path: Path, kind: str, error: type[LossScaleError]) -> Any:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as reason:
         raise error(f"{os.fspath(path)} is not valid {suffix[1:].upper()}: {reason}") from reason
+
+
+def csv_lines(rows: Iterable[Sequence[Any]], titles: Sequence[str] = ()) -> Iterator[str]:
+    """Yield rows as lines of CSV. Waits for the devices of the cells.
+
+    Args:
+        rows: Cells that are numbers, arrays of shape `()`, bools, or None for what is not known.
+        titles: The cells of a first line, if there is one.
+
+    Yields:
+        Each line, with its end.
+    """
+    if titles:
+        yield ",".join(titles) + "\n"
+    for row in rows:
+        cells = (cell.item() if hasattr(cell, "item") else cell for cell in row)
+        yield ",".join("" if cell is None else repr(cell) for cell in cells) + "\n"
 
 
 def _require_short_lines(text: str) -> None:

@@ -20,7 +20,7 @@ TESTS = {
         _base: own_policies check_policy mistakes
         _arrays _tree: verbs all_finite mistakes conformance
         _settings: policy_settings config mistakes
-        files: config command/files command/hostile_files
+        files: config command/files command/hostile_files command/command
         _messages errors: mistakes policy_settings config report
         _step: conformance guard conformance/guards_across_frameworks
         adapters __init__: import mistakes testing
@@ -28,8 +28,7 @@ TESTS = {
     """,
     "lossscale_core.testing": """
         _check: check_policy own_policies
-        _simulation: testing mistakes guard
-        _csv: command/command command/demo
+        _simulation: testing mistakes guard command/command
         loops: testing adapters/jax_check_step
         __init__: testing
     """,

@@ -13,6 +13,7 @@ from lossscale_core._guard import SpikeGuard
 from lossscale_core._messages import shown
 from lossscale_core._state import ScaleState
 from lossscale_core._step import decide
+from lossscale_core.files import Path, csv_lines, write_whole
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -24,6 +25,8 @@ LARGEST_NUMBER = {
     "float64": (2.0 - 2.0**-52) * 2.0**1023,
 }
 """The largest finite number of each dtype that gradients may have."""
+CSV_COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
+"""The titles of a trace in CSV; `docs/command.md` describes the columns."""
 
 
 class Trace(NamedTuple):
@@ -118,6 +121,26 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
         # In float64, where the product itself does not overflow before it is compared.
         lambda step, scale: bool(float(scale) * magnitudes[step] <= LARGEST_NUMBER[dtype]),
     )
+
+
+def trace_to_csv(trace: Trace, path: Path) -> None:
+    """Write a simulated run as a CSV file, which `lossscale plot` and `lossscale simulate` read.
+
+    An existing file is replaced atomically. Norms and magnitudes of gradients are not a part of a `Trace`, so that
+    their columns are empty.
+
+    Args:
+        trace: A run that `simulate` or `simulate_gradients` returned.
+        path: The path of the file, which ends in `.csv`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    spiked = getattr(trace, "spiked", np.zeros_like(trace.skipped))
+    step = trace.steps - ~spiked  # before the step; a spike is not counted
+    columns = (step, trace.loss_scale_used, ~(trace.skipped | spiked), trace.skipped, spiked)
+    rows = ((*cells, None, None, 0) for cells in zip(*columns, strict=True))
+    write_whole(path, "".join(csv_lines(rows, CSV_COLUMNS)), overwrite=True)
 
 
 def _as_flags(grads_finite: Any) -> list[bool]:
