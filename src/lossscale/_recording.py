@@ -4,9 +4,11 @@ import atexit
 import contextlib
 import functools
 import inspect
+import multiprocessing.util
 import operator
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,14 @@ from torch.distributed.fsdp import sharded_grad_scaler
 
 import lossscale_torch
 from lossscale_core import ScalingPolicy
+from lossscale_core.errors import LossScaleError
 from lossscale_core.files import csv_lines
 from lossscale_core.testing import CSV_COLUMNS
 
-_MOST_WAITING = 100
+_MOST_WAITING, _MOST_LINES = 100, 10
+_PARTS = ("_enabled", "_policy", "_state", "_watch", "_guard")
+"""What a scaler's `diagnose` reads. A scaler itself may keep a model alive."""
+_LAUNCH = "start each process by torchrun ... -m lossscale run, or accelerate launch -m lossscale run"
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 # Before `start`, which gives these names to other classes.
 _GradScaler = lossscale_torch.GradScaler
@@ -30,20 +36,53 @@ _ShardedGradScaler = sharded_grad_scaler.ShardedGradScaler
 
 
 class Recording:
-    """The policy and the trace of this run, and the scalers that were updated."""
+    """The policy and the trace of this run, and what is known of the scalers that this process updated.
+
+    The first process of the run that updates a scaler writes the trace. A rank of `torch.distributed` has a trace of
+    its own. Other processes, such as those that a script forks, record nothing.
+    """
+
+    ended_by_usage_error = False
 
     def __init__(self, policy: ScalingPolicy | None, trace: Path | None) -> None:
-        self.policy, self.trace, self._file = policy, trace, trace
-        self._scalers: dict[int, Any] = {}  # by their ids, in the order of their first updates
-        self._rows: list[tuple[Any, ...]] = []  # rows with numbers on a device
+        self.policy, self.trace, self._command = policy, trace, os.getpid()
+        self._locked = self._own_file()
+        if self._locked is not None and not _lock(self._locked):
+            raise LossScaleError(f"another run writes {self._locked}; wait until it ends, or pass another file")
+        # Forked processes share this lock, which the process that writes the trace never releases.
+        self._claim = (multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing).Lock()
+        self._start_process()
+        if hasattr(os, "fork"):
+            os.register_at_fork(after_in_child=self._start_process)
         atexit.register(self._finish)  # before the script registers anything, so that it comes last
+
+    def _start_process(self) -> None:
+        self._file: Path | None = None
+        self._rows: list[tuple[Any, ...]] = []  # rows with numbers on a device
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._views: list[_GradScaler] = []
+
+    def _own_file(self) -> Path | None:
+        rank, ranks = _rank()
+        if self.trace is None or ranks == 1:
+            return self.trace
+        return self.trace.with_suffix(f".rank{rank}{self.trace.suffix}")
 
     def add(self, scaler: Any, *row: Any) -> None:
         """Add a row. Synchronises with a device every hundred rows at most."""
-        if not self._scalers and self.trace is not None and _rank()[1] > 1:
-            self._file = self.trace.with_suffix(f".rank{_rank()[0]}{self.trace.suffix}")
-        self._scalers.setdefault(id(scaler), scaler)
-        self._rows.append((*row, [*self._scalers].index(id(scaler))))
+        if not self._views and (file := self._own_file()) is not None:
+            if self._claim.acquire(block=False) if file == self._locked else _lock(file):
+                self._file = file
+                if os.getpid() != self._command:  # whose end atexit sees only if os.fork made it
+                    multiprocessing.util.Finalize(None, self._finish, exitpriority=0)
+            else:
+                self.say(f"process {os.getpid()} records nothing, since another process writes {file}; {_LAUNCH}")
+        if scaler not in self._numbers:
+            self._numbers[scaler] = len(self._views)
+            self._views.append(_GradScaler.__new__(_GradScaler))
+        number = self._numbers[scaler]
+        vars(self._views[number]).update({name: vars(scaler)[name] for name in _PARTS})
+        self._rows.append((*row, number))
         is_waiting = any(isinstance(cell, torch.Tensor) and not cell.is_cpu for cell in row)
         if not is_waiting or len(self._rows) >= _MOST_WAITING:
             self._write()
@@ -59,21 +98,51 @@ class Recording:
         if self._file is None or not rows:
             return
         try:
-            with open(self._file, "a", encoding="utf-8") as file:  # opened each time: scripts fork and close files
-                file.writelines(csv_lines(rows, () if file.tell() else CSV_COLUMNS))
+            with open(self._file, "a+b") as file:  # opened each time: scripts fork and close files
+                text = "".join(csv_lines(rows, () if file.tell() else CSV_COLUMNS))
+                if file.tell():  # a process that was killed, or a full disk, may have cut the last row
+                    file.seek(-1, os.SEEK_END)
+                    text = text if file.read() == b"\n" else f"\n{text}"
+                file.write(text.encode())
         except OSError as error:  # a full disk must not end the training
-            self._file = None
-            self.say(f"the trace ends at step {int(rows[0][0])}: {error}; make room, or pass another file")
+            name, self._file = self._file, None
+            reason = f"{error.strerror}; make room, or pass another file"
+            self.say(f"the trace {name} ends at step {int(rows[0][0])}: {reason}")
 
     def _finish(self) -> None:
         self._write()
-        for number, scaler in enumerate(self._scalers.values()):
-            self.say(f"{f'scaler {number}: ' if len(self._scalers) > 1 else ''}{scaler.diagnose()}")
-        if not self._scalers:
-            self.say(
-                "no scaler was updated in this process, so that nothing was recorded; if the script starts other "
-                "processes, use torchrun ... -m lossscale run, or accelerate launch -m lossscale run"
-            )
+        views, self._views = self._views, []
+        lines = [f"{f'scaler {n}: ' if len(views) > 1 else ''}{view.diagnose()}" for n, view in enumerate(views)]
+        lines.sort(key=lambda line: "healthy: " in line)
+        if len(lines) > _MOST_LINES:
+            lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more scalers"]
+        if not lines and os.getpid() == self._command and not self.ended_by_usage_error:
+            lines = [f"no scaler was updated in this process; to record others, {_LAUNCH}"]
+        for line in lines:
+            self.say(line)
+        with contextlib.suppress(OSError):
+            if self._locked is not None and os.getpid() == self._command and not self._locked.stat().st_size:
+                self._locked.unlink()  # it was made for the lock
+
+
+def _lock(path: Path) -> bool:
+    """Return whether no other run has a file; then it belongs to this process and those that it forks, to their end."""
+    if sys.platform == "win32":
+        try:
+            number = path.with_suffix(".pid")
+            number.unlink(missing_ok=True)  # fails while the process that opened it runs
+            os.write(os.open(number, os.O_WRONLY | os.O_CREAT | os.O_EXCL), str(os.getpid()).encode())
+        except (FileExistsError, PermissionError):
+            return False
+        return True
+    import fcntl
+
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)  # never closed: this would release the file
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)  # other errors are those of a file system without locks
+    return True
 
 
 RECORDING: Recording

@@ -13,6 +13,7 @@ import pytest
 
 from lossscale_core import DynamicScaling, dump_policy
 from lossscale_core.testing import simulate
+from tests.command.commanding import succeed
 from tests.command.sessions import replay, sections
 
 RUN = ("-m", "lossscale", "run")
@@ -137,7 +138,7 @@ def test_a_program_ends_as_it_does_without_us(run, tmp_path, how, options):
     expected = _python(tmp_path, "train.py", *options)
     done = run(tmp_path, "train.py", *options)
     assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
-    is_cut = how in ("killed", "at once")
+    is_cut = how in ("killed", "at once") or done.returncode == 2  # after a usage error nothing is said of scalers
     added = done.stderr.removeprefix(expected.stderr).splitlines()
     assert len(added) == (0 if is_cut else 1), done.stderr
     assert is_cut or added[0].startswith("lossscale: no scaler was updated in this process")
@@ -342,11 +343,17 @@ RESUMED = """
 """
 
 
-def test_a_resumed_run_continues_its_trace(run, tmp_path):
-    """Rows are appended to the same file, with one header, and the step is that of the state."""
+@pytest.mark.parametrize(("cut", "steps"), [(0, 8), (1, 8), (9, 7)])
+def test_a_resumed_run_continues_its_trace(run, tmp_path, cut, steps):
+    """Rows are appended with one header; a last row that a crash has cut stays on its own line, and is not read."""
     _traced(run, tmp_path, RESUMED)
+    os.truncate(tmp_path / "scale.csv", (tmp_path / "scale.csv").stat().st_size - cut)
     _, rows = _traced(run, tmp_path, RESUMED)
-    _require_simulated(rows)
+    if steps == 8:
+        _require_simulated(rows)
+    data, said = succeed("simulate", "dynamic", "scale.csv", "--json", cwd=tmp_path)
+    assert json.loads(data)["steps"] == steps
+    assert ("row 5 is ignored" in said) == (steps < 8)
 
 
 LIGHTNING = f"""
@@ -423,20 +430,87 @@ def test_processes_that_a_script_starts_are_not_recorded(tmp_path):
     assert "no scaler was updated in this process" in done.stderr
 
 
-def test_a_forked_process_writes_its_own_rows(run, tmp_path, monkeypatch):
-    """None is lost, and none is written twice; a RANK and a WORLD_SIZE that are something else are none."""
+FIRST = {
+    "the parent": "train(scaler, range(2)); child = os.fork(); train(scaler, [] if child else range(7))",
+    "a child": "child = os.fork(); child and os.waitpid(child, 0); train(scaler, range(9 if child else 2))",
+    "a pool": "pool = mp.get_context('fork').Pool(2); pool.map(work, [2], 1); pool.close(); pool.join(); train(scaler)",
+    "one of many": "[mp.get_context('fork').Process(target=work, args=[2]).start() for _ in range(3)]",
+}
+FORKED = """
+    import torch.multiprocessing as mp
+
+    scaler = torch.amp.GradScaler("cpu")
+
+    def work(steps):
+        train(scaler, range(steps))
+"""
+
+
+@pytest.mark.parametrize("who", FIRST)
+def test_the_first_process_that_updates_a_scaler_writes_the_trace(run, tmp_path, monkeypatch, who):
+    """Other processes record nothing and say so; a RANK and a WORLD_SIZE that are something else are ignored."""
     monkeypatch.setenv("RANK", "")
     monkeypatch.setenv("WORLD_SIZE", "0/2")
-    script = """
-        scaler = torch.amp.GradScaler("cpu")
-        train(scaler, range(2))
-        child = os.fork()
-        train(scaler, range(6, 9 if child else 8))
-        if child:
-            assert os.waitpid(child, 0)[1] == 0
+    done, rows = _traced(run, tmp_path, f"{FORKED}\n    {FIRST[who]}\n")
+    assert [int(row["step"]) for row in rows] == [0, 1]
+    others = 2 if who == "one of many" else 1
+    assert done.stderr.count("records nothing, since another process writes") == others
+    assert done.stderr.count("lossscale: healthy: ") >= 1
+
+
+def test_forked_ranks_have_a_trace_each(run, tmp_path):
+    """The rank is that of the process group, and an empty file of the command itself is removed."""
+    script = f"""
+    {FORKED}
+    def work(rank):
+        torch.distributed.init_process_group("gloo", init_method="file://{tmp_path}/group", rank=rank, world_size=2)
+        train(scaler, range(2 + rank))
+
+    mp.start_processes(work, nprocs=2, start_method="fork")
     """
-    _, rows = _traced(run, tmp_path, script)
-    assert sorted(int(row["step"]) for row in rows) == [0, 1, 2, 2, 3, 3, 4]
+    _traced(run, tmp_path, script)
+    assert [len(_rows(tmp_path / f"scale.rank{rank}.csv")) for rank in range(2)] == [2, 3]
+    assert not (tmp_path / "scale.csv").exists()
+
+
+@pytest.mark.parametrize("has_updated", [True, False])
+def test_a_second_command_on_a_trace_is_refused(run, tmp_path, has_updated):
+    """As long as the first runs, whether it has updated a scaler or not; afterwards a restart appends."""
+    script = 'scaler = torch.amp.GradScaler("cpu")\ntrain(scaler, range({}))\nprint(input(), flush=True)\ntrain(scaler)'
+    (tmp_path / "train.py").write_text(COMMON + 'print("ready", flush=True)\n' + script.format(2 * has_updated))
+    command = [sys.executable, *RUN, "--trace", "scale.csv", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "ready\n"
+        second = run(tmp_path, "--trace", "scale.csv", "train.py")
+        assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
+        assert "scale.csv; wait until it ends, or pass another file" in second.stderr
+        assert run(tmp_path, "--trace", "other.csv", "-m", "nowhere").returncode == 2
+        first.communicate("go\n")
+    before = (tmp_path / "scale.csv").read_text()
+    assert before.count("\n") == 9 + 2 * has_updated
+    _traced(run, tmp_path, 'train(torch.amp.GradScaler("cpu"))')
+    after = (tmp_path / "scale.csv").read_text()
+    assert after.startswith(before)
+    assert after.count("\n") == before.count("\n") + 8
+
+
+def test_many_scalers_are_neither_kept_nor_listed(run, tmp_path):
+    """A scaler and what it protects are freed with the script's last reference; unhealthy scalers are listed first."""
+    script = """
+        import gc, weakref
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**(n == 150)) for n in range(200)]
+        for n, scaler in enumerate(scalers):
+            train(scaler, [2, 5] * 10 if n == 150 else range(1))
+        references = [weakref.ref(each) for each in scalers]
+        del scaler, scalers
+        gc.collect()
+        assert not any(reference() for reference in references)
+    """
+    done, rows = _traced(run, tmp_path, script)
+    assert {int(row["scaler"]) for row in rows} == set(range(200))
+    lines = [line for line in done.stderr.splitlines() if line.startswith("lossscale: ")]
+    assert (len(lines), lines[-1]) == (11, "lossscale: and 190 more scalers")
+    assert "scaler 150: " in lines[0]
 
 
 def test_a_full_disk_hides_no_diagnosis(tmp_path):
@@ -448,7 +522,7 @@ def test_a_full_disk_hides_no_diagnosis(tmp_path):
         train(torch.amp.GradScaler("cpu", init_scale=8.0))
     """
     done, _ = _traced(_launched(), tmp_path, script)
-    assert "the trace ends at step" in done.stderr
+    assert "scale.csv ends at step" in done.stderr
     assert "2 of 8 steps skipped" in done.stderr.splitlines()[-1]
 
 

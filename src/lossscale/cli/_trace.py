@@ -38,6 +38,8 @@ class Trace(NamedTuple):
 def read_trace(path: Path) -> Trace:
     """Return the run of the first scaler in a CSV file; steps that a restarted run repeats count once.
 
+    A row with too few cells was cut; it is left out with a warning.
+
     Raises:
         UsageError: The file does not hold a row for each step, or has more than 2**20 steps.
         OSError: The file cannot be read.
@@ -45,7 +47,7 @@ def read_trace(path: Path) -> Trace:
     if path.suffix.lower() != ".csv":
         raise click.UsageError(f"{path} must be a .csv file; pass one that lossscale run --trace wrote")
     rows = array("d")  # of all columns, one row after the other
-    scalers = {0.0}
+    scalers, cut = {0.0}, list[int]()
     with io.TextIOWrapper(open_file(path, "trace", LossScaleError), "utf-8-sig", errors="replace") as text:
         lines = _rows(path, text)
         titles = next(lines, [])
@@ -54,6 +56,9 @@ def read_trace(path: Path) -> Trace:
             raise click.UsageError(f"{path} has no column {missing[0]}; it has {has}; add it")
         places = [titles.index(name) if name in titles else None for name in CSV_COLUMNS]
         for number, line in enumerate(filter(None, lines), 2):
+            if len(line) < len(titles):
+                cut.append(number)
+                continue
             row = _numbers(path, number, len(titles), places, line)
             scalers.add(row[_SCALER])
             if row[_SCALER] != 0.0:
@@ -67,6 +72,9 @@ def read_trace(path: Path) -> Trace:
     step, scale, applied, overflowed, _, norm, largest, _ = np.array(rows).reshape(-1, _WIDTH).T
     if not np.any(_is_counted(applied, overflowed)):
         raise click.UsageError(f"{path} holds no steps; pass a trace with a row per step")
+    if cut:  # by a full disk, or as a process was killed
+        others = f", and so are {len(cut) - 1} others" if len(cut) > 1 else ""
+        say(f"lossscale: warning: {path}: row {cut[0]} is ignored, since it may have been cut{others}")
     if len(scalers) > 1:
         say(f"lossscale: {path} has {len(scalers)} scalers; this is the first")
     applied = np.where(np.isnan(applied), overflowed != 1.0, applied == 1.0)
@@ -82,14 +90,11 @@ def _rows(path: Path, text: TextIO) -> Iterator[list[str]]:
 
 
 def _whole_lines(path: Path, text: TextIO) -> Iterator[str]:
-    """Yield the lines of a file without the last one if it was cut."""
+    """Yield the lines of a file, and only the first cell of a line without an end, which may have been cut."""
     while line := text.readline(_LONGEST_LINE):
-        if line.endswith("\n"):
-            yield line
-        elif len(line) == _LONGEST_LINE:
+        if len(line) == _LONGEST_LINE and not line.endswith("\n"):
             raise click.UsageError(f"{path} has a line of more than {_LONGEST_LINE} characters; pass a trace")
-        else:  # a process that was killed has not written all of its last row
-            say(f"lossscale: warning: {path}: the last row {shown(line)} is ignored, since it may have been cut")
+        yield line if line.endswith("\n") else line.partition(",")[0]
 
 
 def _is_counted(applied: Any, overflowed: Any) -> Any:
