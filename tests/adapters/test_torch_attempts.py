@@ -23,7 +23,7 @@ from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _local, _on_ranks
-from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, copies, one, same, take_step, two
+from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, Veto, copies, one, same, take_step, two
 from tests.torch_versions import FSDP2
 
 
@@ -199,6 +199,26 @@ def test_a_loop_that_is_held_and_left_undoes_nothing_later(is_bad, fused):
         with pytest.raises(OverflowStreakError):
             any(loop.step(is_bad=True).applied for _ in range(4))
     assert same(*moved)
+
+
+@pytest.mark.filterwarnings("ignore:the gradients of a step overflowed in 2 tries:UserWarning")
+@pytest.mark.parametrize("protects", [False, True])
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("has_hook", [False, True])
+@EITHER_KIND
+def test_an_optimizer_without_gradients_has_not_moved(fused, has_hook, is_left, protects):
+    """Its step keeps no statistics of a loop that gives up, or that is left before the other optimizer steps."""
+    loop = Loop(fused, protects=protects, hooks=[Veto(value=torch.zeros(()))] if has_hook else [])
+    (_, idle), before = one(fused), loop.buffers()
+    for _ in loop.scaler.attempts(loop.model, retries=1):
+        loop.backward()
+        loop.model[0].weight.grad.fill_(INF)
+        loop.scaler.step(idle)
+        if is_left:
+            break
+        loop.scaler.step(loop.optimizer)
+        assert not loop.scaler.update().applied
+    assert same(before, loop.buffers())
 
 
 NOT_TAKEN_AGAIN = {

@@ -96,7 +96,7 @@ class Tries:
         self.records: dict[int, OptimizerStep] = {}
         """The records of the last try."""
         self.applied: list[int] = []
-        """The optimizers that were applied in a try; later ones leave them alone."""
+        """The optimizers with gradients that were applied in a try; later tries leave them alone."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -113,7 +113,7 @@ class Tries:
         for key in self.applied:
             done = self.scaler._per_optimizer_states[key] = self.records[key]
             done["stage"], done["found_inf_per_device"] = STEPPED, {}
-            done.applied = done.is_done = True
+            done.applied, done.is_done, done.has_divided = True, True, False
 
     def note(self, info: StepInfo) -> None:
         """Note the outcome of a try. Waits for the device, once, after a fused optimizer."""
@@ -130,7 +130,8 @@ class Tries:
             outcomes = [*read_numbers([torch.as_tensor(outcome, device=device) for outcome in outcomes], device)]
         overflowed, used, *applied = outcomes
         self.records = scaler._per_optimizer_states
-        self.applied = [key for key, is_applied in zip(by_optimizer, applied, strict=True) if is_applied]
+        outcomes_by_key = zip(by_optimizer, applied, strict=True)
+        self.applied = [key for key, is_applied in outcomes_by_key if is_applied and self.records[key].had_gradients]
         policy = BaseScaling.of(scaler.policy)
         self.is_at_floor = float(used) <= policy.bounds()[0]
         self.is_over = not (overflowed and policy.adapts)
