@@ -39,6 +39,8 @@ def clip(
     for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():  # each once
         step = scaler._open(optimizer, "unscale_and_clip_")
         if not step.is_done:
+            if len(scaler._steps) > 1:
+                scaler._steps.claim_gradients(step, scaler.policy)
             steps.append(step)
         elif done_norm is None:
             done_norm = step.norm

@@ -198,6 +198,16 @@ def params_of(optimizer: Optimizer) -> list[Any]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def names_of(optimizer: Optimizer) -> list[str]:
+    """Return a name for each parameter: that with which the optimizer was made, or a place and a shape."""
+    return [
+        names[place] if place < len(names) else f"parameter {place} of group {number} (shape {tuple(param.shape)})"
+        for number, group in enumerate(optimizer.param_groups)
+        for names in [group.get("param_names") or []]  # shorter than the parameters if one was added later
+        for place, param in enumerate(group["params"])
+    ]
+
+
 def has_gradients(optimizer: Optimizer) -> bool:
     """Return whether a parameter of an optimizer has a gradient."""
     for group in optimizer.param_groups:
@@ -333,10 +343,9 @@ def _two_norm_by_dots(bucket: Bucket) -> Tensor:
 def _float16_message(optimizers: Sequence[Optimizer]) -> str:
     """Return the message for float16 gradients: torch's own sentence, the parameters, and what to do."""
     named = [
-        f"{names[i] if i < len(names) else f'parameter {i} of group {g}'} ({param.dtype}, shape {tuple(param.shape)})"
-        for g, group in enumerate(group for each in optimizers for group in each.param_groups)
-        for names in [group.get("param_names") or []]  # shorter than the parameters if one was added later
-        for i, param in enumerate(group["params"])
+        name
+        for optimizer in optimizers
+        for name, param in zip(names_of(optimizer), params_of(optimizer), strict=True)
         if param.grad is not None and param.grad.dtype is torch.float16
     ]
     listed = "; ".join(named[:5]) + (f"; and {len(named) - 5} more" if len(named) > 5 else "")

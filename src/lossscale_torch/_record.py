@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from lossscale_core import BaseScaling, ScalingPolicy
 from lossscale_core.adapters import shown
-from lossscale_torch._gradients import to_device
+from lossscale_core.errors import CallOrderError
+from lossscale_torch._gradients import names_of, params_of, to_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,7 +67,7 @@ class OptimizerStep(dict[str, Any]):
     divisor: Tensor | None = None
     """The divisor that clips, which is left to the kernel of a guarded optimizer."""
     has_divided: bool = False
-    """Whether this rank has divided gradients; a rank without gradients may still take part in a decision."""
+    """Whether this rank has divided gradients, and scaled no loss since the step."""
     combined_over: "Sequence[ProcessGroup]" = ()
     """The groups of ranks over which a clip has combined the flags."""
     has_dropped: bool = False
@@ -105,16 +107,46 @@ class OptimizerStep(dict[str, Any]):
         return combine(self.flags.values(), device) == 0.0
 
     @property
+    def had_gradients(self) -> bool:
+        """Whether a step can have changed parameters: only those with gradients."""
+        return self.is_done or self.kind is LEGACY or bool(flags_of([self], vetoes=False))
+
+    @property
     def may_have_moved(self) -> bool:
-        """Whether the optimizer was stepped, or was called and decided by itself."""
-        return self.kind is not None if self.applied is None else self.applied
+        """Whether gradients were applied, or the optimizer was called with them and decided by itself."""
+        return self.had_gradients and (self.kind is not None if self.applied is None else self.applied)
 
 
 class OptimizerSteps(defaultdict[int, OptimizerStep]):
     """The records of a scaler by the ids of the optimizers. Records of torch's form become an `OptimizerStep`."""
 
+    _owners: "dict[Tensor, OptimizerStep] | None" = None
+    """The record by which the gradient of a parameter is divided, once several optimizers take part."""
+
     def __setitem__(self, key: int, record: dict[str, Any]) -> None:
         super().__setitem__(key, record if isinstance(record, OptimizerStep) else OptimizerStep(record))
+
+    def claim_gradients(self, step: OptimizerStep, policy: ScalingPolicy) -> None:
+        """Note whose the gradients of an optimizer are; raise an error if another one of this step has divided them."""
+        # The claims of earlier records are noted first, since a single optimizer needs none.
+        claims = [step] if self._owners else sorted(self.values(), key=lambda other: other is step)
+        owners = self._owners = self._owners or {}
+        for claim in claims:
+            params = [] if claim.optimizer is None else params_of(claim.optimizer)
+            for param in owners.keys() & {*params}:
+                owner, optimizer = owners[param], owners[param].optimizer
+                is_divided = owner.has_divided and not owner.has_dropped and param.grad is not None
+                is_wrapped = optimizer.param_groups is claim.optimizer.param_groups
+                if owner is not claim and (is_wrapped or (is_divided and BaseScaling.of(policy).scales_losses)):
+                    name = dict(zip(params, names_of(claim.optimizer), strict=True))[param]
+                    raise CallOrderError(
+                        f"{name} belongs to two optimizers of this step, a {type(optimizer).__name__} and a "
+                        f"{type(claim.optimizer).__name__}, and its gradient would be divided twice; pass an optimizer "
+                        "as the same object to each call, or unscale optimizers that share parameters together, before "
+                        "the first step: scaler.unscale_and_clip_([first, second], max_norm), with float('inf') to not "
+                        "clip"
+                    )
+            owners.update(dict.fromkeys(params, claim))
 
     def __reduce__(self) -> Any:
         return OptimizerSteps, (OptimizerStep,)  # a scaler is copied between its steps only

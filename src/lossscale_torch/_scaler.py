@@ -234,6 +234,8 @@ class GradScaler(torch.amp.GradScaler):
         step = self._open(optimizer, "unscale_")
         if step.is_done:
             return
+        if len(self._steps) > 1:
+            self._steps.claim_gradients(step, self.policy)
         scale = self._scale
         flag = torch.zeros_like(scale)
         flags = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
@@ -306,6 +308,8 @@ class GradScaler(torch.amp.GradScaler):
             if kind is PLAIN or self._needs_norm:
                 self.unscale_(optimizer)
             else:
+                if len(self._steps) > 1:
+                    self._steps.claim_gradients(step, self.policy)
                 self._check_inf_per_device(optimizer)
 
         # Decide: this rank's hooks, then all ranks together, then the guard, which sees the norm of all ranks.
@@ -326,6 +330,7 @@ class GradScaler(torch.amp.GradScaler):
             self._state.is_fused = True
             if kind is FUSED:
                 result = self._step_fused(optimizer, step, *args, **kwargs)
+                step.has_divided = True
             else:
                 warn_caller(_LEGACY_WARNING, FutureWarning)
                 result = optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]
@@ -510,7 +515,9 @@ class GradScaler(torch.amp.GradScaler):
                 kept = loss.detach().clone() if loss._is_view() else loss.detach()
             self._losses.append(kept)
         for step in self._steps.values():
-            if step["stage"] is UNSCALED and step.has_divided and not has_gradients(step.optimizer):
+            if step["stage"] is STEPPED:
+                step.has_divided = False  # other gradients follow
+            elif step.has_divided and not has_gradients(step.optimizer):
                 step.has_dropped = True
 
     def _open(self, optimizer: Optimizer, caller: str) -> OptimizerStep:
@@ -781,7 +788,14 @@ class GradScaler(torch.amp.GradScaler):
             state.pop(name, None)
         names = ("_state", "_hooks", "_guard", "_protect", "_watch", "_ranks")
         own = copy.deepcopy({name: getattr(self, name) for name in names})
-        return {**state, **own, "_steps": OptimizerSteps(OptimizerStep), "_losses": [], "_new_scale": None}
+        return {
+            **state,
+            **own,
+            "_steps": OptimizerSteps(OptimizerStep),
+            "_losses": [],
+            "_owners": {},
+            "_new_scale": None,
+        }
 
 
 def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:

@@ -234,6 +234,17 @@ def _scaled_twice(make_scaler):
     return scaler.scale(scaler.scale(torch.ones(()))).item()
 
 
+@difference(
+    "an optimizer and its wrapper, or two with one parameter, divide gradients twice", 2.0**-10, "CallOrderError"
+)
+def _divided_twice(make_scaler):
+    param, optimizer = _one()
+    scaler = _ready(make_scaler)
+    scaler.unscale_(_Delegating(optimizer))
+    scaler.unscale_(optimizer)
+    return param.grad.item()
+
+
 def _outcome(program, make_scaler, expected):
     try:
         with warnings.catch_warnings():

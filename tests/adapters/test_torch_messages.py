@@ -167,9 +167,8 @@ def _interval(value):
 LINEAR, ONES = torch.nn.Linear(1, 1), torch.ones(3)
 OFF_SCALER = GradScaler("cpu", enabled=False)
 HALF = (
-    "Attempting to unscale FP16 gradients. ... weight (torch.float16, shape (2, 2)) ... bias ... parameter 2 of "
-    "group 0 (torch.float16, shape (3,)) ... parameter 4 of group 0 (torch.float16, shape (3,)); and 1 more. Keep "
-    "... torch.autocast ... half_gradients=True"
+    "Attempting to unscale FP16 gradients. They belong to weight; bias; parameter 2 of group 0 (shape (3,)); ... "
+    "parameter 4 of group 0 (shape (3,)); and 1 more. Keep ... torch.autocast ... half_gradients=True"
 )
 BOTH = (
     "policy='none' and init_scale=1024.0, growth_factor=4.0 are both given; pass either policy= or init_scale, "

@@ -15,7 +15,7 @@ from lossscale_core import SpikeGuard
 from lossscale_core.adapters import check_setting, log_event, shown
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
-from lossscale_torch._gradients import params_of, values_of
+from lossscale_torch._gradients import names_of, params_of, values_of
 from lossscale_torch._record import LEGACY, kind_of, read_numbers
 from lossscale_torch._report import pairs
 from lossscale_torch._scaler import GradScaler
@@ -242,13 +242,7 @@ def _names_of(optimizer: torch.optim.Optimizer, names: Module | Iterable[tuple[s
     """
     named = names.named_parameters() if isinstance(names, Module) else () if names is None else names
     known = {id(param): name for name, param in pairs(named, "guarded(names=)")}
-    return [
-        known.get(id(param))
-        or (group["param_names"][place] if "param_names" in group else None)  # from PyTorch 2.6 on
-        or f"parameter {place} of group {number} (shape {tuple(param.shape)})"
-        for number, group in enumerate(optimizer.param_groups)
-        for place, param in enumerate(group["params"])
-    ]
+    return [known.get(id(param), name) for name, param in zip(names_of(optimizer), params_of(optimizer), strict=True)]
 
 
 @functools.cache
