@@ -53,6 +53,12 @@ class StepInfo(NamedTuple, Generic[ArrayT_co, FlagT_co]):
         """Return whether the step was applied; waits for the device of `applied`."""
         return bool(self.applied)
 
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other if isinstance(other, bool) else tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
 
 class GradientReport(NamedTuple):
     """The counts of non-finite elements in one gradient."""

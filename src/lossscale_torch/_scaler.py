@@ -22,7 +22,15 @@ from lossscale_core.adapters import BAD_LOSS, check_setting, shown, tree, warn_c
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._checkpoint import DEFAULTS, checked_scale, policy_of, policy_setting, restored, saved
 from lossscale_torch._clip import clip, total_norm
-from lossscale_torch._gradients import Gradients, at_least_float32, has_gradients, has_meshes, is_dtensor, to_device
+from lossscale_torch._gradients import (
+    Gradients,
+    at_least_float32,
+    has_gradients,
+    has_meshes,
+    is_dtensor,
+    params_of,
+    to_device,
+)
 from lossscale_torch._record import (
     FUSED,
     LEGACY,
@@ -41,7 +49,7 @@ from lossscale_torch._record import (
 from lossscale_torch._state import ScalerState, is_capturing
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
-from lossscale_torch._watch import Watch
+from lossscale_torch._watch import UNFINISHED, Watch
 from lossscale_torch.hooks import Hook, Protect, SameOnRanks, require_hooks
 
 if TYPE_CHECKING:
@@ -51,6 +59,7 @@ if TYPE_CHECKING:
     from lossscale_torch._extras._attempts import Attempt
 
 _MAX_LOSSES = 64
+_IF_INTERRUPTED = " If that step was interrupted, end it by scaler.update()."
 _LEGACY_WARNING = (
     "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near future "
     "GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and let the optimizer "
@@ -65,7 +74,7 @@ def _of_state(name: str) -> Any:
     return property(operator.attrgetter(f"_state.{name}"), lambda self, value: setattr(self._state, name, value))
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which other code asks for
     """A drop-in for `torch.amp.GradScaler` that accepts any policy and reports the outcome of each step.
 
     ```python
@@ -144,7 +153,8 @@ class GradScaler(torch.amp.GradScaler):
         torchs = dict(zip(DEFAULTS, (init_scale, growth_factor, backoff_factor, growth_interval), strict=True))
         self._state = ScalerState(NoScaling().init_state())
         with contextlib.suppress(TypeError):  # of a factor that is not a number, which the policy names
-            super().__init__(device, enabled=enabled, **(torchs if policy is None else {}))  # type: ignore[arg-type]
+            settings: dict[str, Any] = torchs if policy is None else {}
+            torch.amp.GradScaler.__init__(self, device, enabled=enabled, **settings)  # torch.cuda.amp's warns
         self._policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
         self._state.load(self._policy.init_state(), self._policy)
@@ -194,7 +204,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: From `backward` after an `update` that has changed the scale, or any while the state is on the
                 device; torch's own scaler raises after every update.
-            CallOrderError: A loss is what this scaler has returned.
+            CallOrderError: This scaler has scaled the loss already.
             ValueError: `outputs` is neither a tensor nor an iterable.
         """
         if not self._enabled:
@@ -202,12 +212,13 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, Tensor):
             if self._state.scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            if hasattr(outputs, "_is_scaled"):
+            scaled_by = getattr(outputs, "_scaled_by", ())
+            if id(self) in scaled_by:
                 raise CallOrderError("this loss is scaled already, and its gradients would be too large; scale it once")
             self._note_loss(outputs)
             loss = outputs if outputs.dtype.itemsize >= 4 else at_least_float32(outputs)
             scaled: Any = loss * to_device(self._scale, loss.device)
-            scaled._is_scaled = True
+            scaled._scaled_by = (*scaled_by, id(self))
             return scaled
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
             return tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs)
@@ -294,8 +305,10 @@ class GradScaler(torch.amp.GradScaler):
             TypeError: For what is not an optimizer.
         """
         if not self._enabled:
-            self._steps[id(optimizer)].optimizer = optimizer
-            return optimizer.step(*args, **kwargs)
+            step = self._steps[id(optimizer)]
+            step.optimizer, result = optimizer, optimizer.step(*args, **kwargs)
+            step.applied = True
+            return result
         if "closure" in kwargs or (args and args[0] is not None):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         step = self._open(optimizer, "step")
@@ -387,7 +400,7 @@ class GradScaler(torch.amp.GradScaler):
         decide together must all skip the step. Does not synchronise. Raises `RuntimeError` after `step`.
         """
         step = self._open(optimizer, "skip")
-        if not step.is_done:
+        if not step.is_done and (self._enabled or not step.applied):  # a disabled scaler takes every step
             step["stage"], step.applied = STEPPED, False
 
     @not_compiled
@@ -534,16 +547,8 @@ class GradScaler(torch.amp.GradScaler):
             if self._enabled and step["stage"] is STEPPED:
                 self._require_open(step, caller)
             return step
-        if self._state.scale is None:
-            self._check_scale_growth_tracker(caller)
-        if not (self._losses or self._loss_is_optional or self.last_step.by_optimizer is None):
-            self._loss_is_optional = True
-            warn_caller(
-                "no loss was scaled since the last update(), so that gradients may be divided by a scale that their "
-                "loss was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called "
-                "after each of several optimizers that share a loss, make the scaler with updates_per_step=2, their "
-                "number"
-            )
+        if self._state.scale is None or not (self._losses or self._loss_is_optional):
+            self._require_loss(optimizer, caller)
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
                 f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
@@ -553,11 +558,27 @@ class GradScaler(torch.amp.GradScaler):
             self._require_open(step, caller)
         return step
 
+    def _require_loss(self, optimizer: Optimizer, caller: str) -> None:
+        """Raise torch's error before the first loss, and later warn, unless the optimizer has no gradients."""
+        if not has_gradients(optimizer):
+            self._lazy_init_scale_growth_tracker(next((param.device for param in params_of(optimizer)), self._device))
+        elif self._state.scale is None:
+            self._check_scale_growth_tracker(caller)
+        elif self.last_step.by_optimizer is not None:
+            self._loss_is_optional = True
+            warn_caller(
+                "no loss was scaled since the last update(), so that gradients may be divided by a scale that their "
+                "loss was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called "
+                "after each of several optimizers that share a loss, make the scaler with updates_per_step=2, their "
+                "number"
+            )
+
     def _require_open(self, step: OptimizerStep, caller: str) -> None:
         """Raise an error if an optimizer cannot be unscaled or stepped any more."""
         unscales = caller.startswith("unscale_")
         if step["stage"] is UNSCALED and unscales:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+            called = "unscale_() has already been called on this optimizer since the last update()."
+            raise RuntimeError(f"{called}{_IF_INTERRUPTED}")
         if step.has_dropped:
             raise CallOrderError(
                 f"{caller}() was given gradients that are still scaled: those that unscale_() divided were dropped, "
@@ -571,7 +592,7 @@ class GradScaler(torch.amp.GradScaler):
                     f"{what} Of updates_per_step={self._updates_per_step} calls of update(), {self._updates} came; "
                     "call it once for each optimizer, or end the step by update(end_of_step=True)"
                 )
-            raise RuntimeError(what)
+            raise RuntimeError(f"{what}{_IF_INTERRUPTED}")
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
@@ -614,8 +635,7 @@ class GradScaler(torch.amp.GradScaler):
         applied: dict[int, bool | Tensor] = {}
         for key, step in self._steps.items():
             last = getattr(step.optimizer, "last_step", None)  # of a guarded optimizer
-            is_skipped = step["stage"] is STEPPED
-            applied[key] = not is_skipped and (last.applied if isinstance(last, StepInfo) else True)
+            applied[key] = bool(step.applied) and (last.applied if isinstance(last, StepInfo) else True)
         all_applied = functools.reduce(operator.and_, applied.values(), True)
         self.last_step = StepInfo(all_applied, 1.0, 1.0, 0, by_optimizer=applied)
         self._updates += 1
@@ -713,6 +733,8 @@ class GradScaler(torch.amp.GradScaler):
             answer += (
                 " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
             )
+        if self._watch.unfinished:
+            answer += f" The last step was one that {UNFINISHED}."
         return answer
 
     def check_sync(self) -> None:

@@ -16,6 +16,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lossscale_core import BaseScaling, DynamicScaling, ScaleState, ScalingPolicy
+from lossscale_core.adapters import shown
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import to_device
 from lossscale_torch._record import SPIKE, Decision, OptimizerStep, combine, decision_on_host, flags_of, read_numbers
@@ -52,6 +53,8 @@ class ScalerState:
         if tensor is not None:
             tensor = tensor.detach().float().reshape(())
             self.one, self._known_scale = torch.ones_like(tensor), None
+            if self.tracker is None:
+                self.tracker = torch.full((), self.init_tracker, dtype=torch.int32)
         self._scale = tensor  # last, since Ctrl-C may come before
 
     scale = property(operator.attrgetter("_scale"), _replace_scale)
@@ -59,7 +62,6 @@ class ScalerState:
     def place(self, device: torch.device | str) -> None:
         """Make the loss scale on a device, and the tracker on the host."""
         with torch.inference_mode(False):  # the tensors outlive a validation loop that may be running
-            self.tracker = torch.full((), self.init_tracker, dtype=torch.int32)
             self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         self._remember_scale(self.init_scale)
 
@@ -155,6 +157,9 @@ class ScalerState:
         counts if `is_counted`; a vetoed step does not count.
         """
         before, scale = self.fields, None
+        tracker = self.tracker
+        if tracker is not None and not isinstance(tracker, Tensor):
+            raise TypeError(f"_growth_tracker={shown(tracker)} must be a tensor; write scaler._growth_tracker.fill_(0)")
         if decision is not None and isinstance(before, DeviceFields) and not self.is_fused and self.scale.is_cpu:
             before = self.on_host()
         if decision is not None and not isinstance(before, DeviceFields):
@@ -162,7 +167,7 @@ class ScalerState:
         if decision is None or isinstance(before, DeviceFields) or scale is None:
             return self._advance_on_device(policy, steps, is_counted)
         _, overflowed, vetoed, spiked = decision
-        tracker, count = self.tracker, before[1]
+        count = before[1]
         if tracker is not None:
             if not tracker.is_cpu:
                 self.tracker = tracker = tracker.cpu()  # from now on the host counts
@@ -171,7 +176,7 @@ class ScalerState:
             before = type(before)(np.float32(scale), np.int32(count), *before[2:])
         after = policy.update(before, not overflowed) if is_counted and (overflowed or not vetoed) else before
         self.fields, after_scale = after, float(after[0])
-        if after[1] is not before[1]:
+        if tracker is not None and after[1] is not before[1]:
             tracker.fill_(after[1].item())
         if after_scale != scale:
             self._write_scale(after_scale)

@@ -11,7 +11,7 @@ from lossscale_core import BaseScaling, ScaleState, ScaleWatch, ScalingPolicy
 from lossscale_core.adapters import BAD_LOSS, check_overflow_streak, log_event, shown_number, warn_caller
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import params_of
-from lossscale_torch._record import OptimizerStep
+from lossscale_torch._record import UNSCALED, OptimizerStep
 from lossscale_torch._state import DeviceFields, is_capturing
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch.hooks import Hook
@@ -30,6 +30,8 @@ _NO_GRADIENTS = (
     "was detached, or an optimizer holds other parameters than the model"
 )
 
+UNFINISHED = "unscale_() had begun, and that was neither taken nor skipped; call scaler.step(optimizer)"
+
 
 class Watch(Hook):
     """Logs the events of a run, and raises the error of a streak of overflows if the host knows the state.
@@ -43,6 +45,8 @@ class Watch(Hook):
     """The loop over `attempts`, which sees the outcome of each attempt, and lets this watch see that of the loop."""
     without_gradients = 0
     """The updates in a row for which no optimizer had a gradient."""
+    unfinished = 0
+    """The updates in a row that ended a step which `unscale_` has begun, and which was neither taken nor skipped."""
     has_bad_loss = False
     """Whether the loss of the last step was NaN or infinite, and the host knows it."""
     is_new = True
@@ -72,7 +76,7 @@ class Watch(Hook):
             return
         if info.applied is True and info.had_gradients and self._left > 1:
             self._left -= 1
-            self.has_bad_loss, self.without_gradients = False, 0
+            self.has_bad_loss, self.without_gradients, self.unfinished = False, 0, 0
         else:
             self.look(scaler, info, info.overflowed is True and not scaler._are_losses_finite())
 
@@ -89,6 +93,10 @@ class Watch(Hook):
         self.without_gradients = self.without_gradients + 1 if has_stepped else 0
         if self.without_gradients == _MANY_UPDATES:
             log_event("no_gradients", _NO_GRADIENTS)
+        is_unfinished = any(step["stage"] is UNSCALED for step in scaler.optimizer_steps())
+        self.unfinished = self.unfinished + 1 if is_unfinished else 0
+        if self.unfinished == _MANY_UPDATES:
+            log_event("unfinished_step", f"{_MANY_UPDATES} updates in a row ended a step that {UNFINISHED}")
         if has_stepped and scaler._losses:
             _warn_of_gradient_hooks(scaler.optimizer_steps())
         if isinstance(info.applied, Tensor):

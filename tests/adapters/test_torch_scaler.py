@@ -198,3 +198,10 @@ def test_another_thread_reads_while_steps_run(device, fused):
         _steps(alone, [True, True, False] * 15, fused, device)
         assert scaler.state_dict() == alone.state_dict()
     reading.result()
+
+
+def test_a_scaler_is_one_of_both_torch_classes():
+    """Other packages branch on either; no deprecation warning comes, which would be an error here."""
+    scaler = GradScaler("cpu")
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert isinstance(scaler, torch.cuda.amp.GradScaler)

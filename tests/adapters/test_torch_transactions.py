@@ -15,7 +15,7 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler, guarded
 from lossscale_torch.hooks import Hook
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import CALLS, EITHER_KIND, Loop, Veto, one, same
+from tests.adapters.torch_steps import CALLS, EITHER_KIND, Loop, Veto, one, same, take_step
 
 SOURCE = lossscale_torch.__path__[0]
 
@@ -128,6 +128,19 @@ def test_an_interruption_at_any_line_is_not_left_over(program, fused):
         assert not {"grad_scale", "found_inf"} & vars(loop.optimizer).keys()
         assert all(each.isfinite().all() for each in loop.model.buffers())
     assert line > 100
+
+
+@EITHER_KIND
+def test_an_interrupted_first_loss_leaves_no_half_made_state(fused):
+    """The next step has the scale and the count of a new scaler."""
+    line = 0
+    while True:
+        line += 1
+        (_, optimizer), scaler = one(fused), GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        if not _is_interrupted(lambda: scaler.scale(torch.ones(())), line):  # noqa: B023  # called at once
+            break
+        assert [take_step(scaler, optimizer, 1.0)[:3] for _ in range(2)] == [(True, 8.0, 8.0), (True, 8.0, 16.0)]
+    assert line > 10
 
 
 @EITHER_KIND
