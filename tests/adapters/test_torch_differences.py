@@ -227,7 +227,9 @@ def _not_scaled(make_scaler):
 
 
 @difference(
-    "a loss that one scaler scales twice gets gradients that are too large", 2.0**20, "CallOrderError: this loss is scaled"
+    "a loss that one scaler scales twice gets gradients that are too large",
+    2.0**20,
+    "CallOrderError: this loss is scaled",
 )
 def _scaled_twice(make_scaler):
     scaler = make_scaler("cpu", init_scale=1024.0)
