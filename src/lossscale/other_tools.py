@@ -255,7 +255,12 @@ def plain(value: Any) -> Any:
 
 
 def tools_of_config(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tools that know every key of a config, also of those that do not concern the scale."""
+    """Return the names of the tools that know every key of a config, also of those that do not concern the scale.
+
+    A tool of whose block the config has the keys is the only one: Megatron's `fp16` is a flag, and DeepSpeed's a block.
+    """
+    if blocks := [name for name, tool in table().items() if isinstance(config.get(tool.get("block")), Mapping)]:
+        return blocks
     found = []
     for name, tool in table().items():
         with contextlib.suppress(PolicyError):

@@ -20,7 +20,7 @@ PolicyLike: TypeAlias = ScalingPolicy | str | os.PathLike[str] | float | Mapping
 PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
 
 _SUFFIXES = (".toml", ".json")
-_FROM_TOOL = "lossscale.from_tool reads the config of another tool, as in from_tool('deepspeed', config)"
+_FROM_TOOL = "for the config of another tool run: lossscale policy convert FILE, or call lossscale.from_tool"
 # Policies are frozen, so that all callers can have the same two.
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 

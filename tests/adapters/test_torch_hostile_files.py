@@ -6,10 +6,16 @@ import pickle
 import sys
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 
+from lossscale_core import DynamicScaling, FixedScaling, ScaleState, SpikeGuard, dump_policy
+from lossscale_core.testing import simulate, trace_to_csv
+from lossscale_torch import GradScaler, hooks
+from tests.adapters.torch_steps import ready, take_steps, two
 from tests.command.commanding import refused, run, succeed
+from tests.sweeping import IS_SWEEP
 
 MIB, META = 2**20, torch.ones((), device="meta")
 
@@ -48,7 +54,8 @@ OF_TORCH = {
     "a cut archive": lambda path: (_lying(path), path.write_bytes(path.read_bytes()[:-40])),
     "a program": lambda path: _zipped(path, pickle.dumps(_Runs())),
     "a bomb": lambda path: _zipped(path, bytes(200 * MIB), zipfile.ZIP_DEFLATED),
-    "large pickles": lambda path: _zipped(path, bytes(20 * MIB)),
+    "large pickles": lambda path: _zipped(path, b"\x80\x02(" + b"}" * 4 * MIB + b"l."),
+    "a large bytearray": lambda path: _zipped(path, b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\x08\x85R."),
     "cut pickles": lambda path: _zipped(path, pickle.dumps({"scale": 8.0})[:-5]),
     "a tensor without values": lambda path: torch.save({"scale": META, "_growth_tracker": 3}, path),
     "an expanded tensor": _expanded,
@@ -63,7 +70,7 @@ def test_a_hostile_checkpoint_is_refused_in_one_sentence(tmp_path, name):
     OF_TORCH[name](tmp_path / "c.pt")
     said = refused(run("checkpoint", "c.pt", "--from", "torch", cwd=tmp_path))
     if (tmp_path / "c.pt").is_file() and not zipfile.is_zipfile(tmp_path / "c.pt"):
-        assert "c.pt is not a zip archive, as torch.save writes" in said
+        assert "c.pt is damaged, or is not a zip archive, as torch.save writes" in said
         assert "load and save it again with a newer PyTorch" in said
     assert not (tmp_path / "was_run").exists()
 
@@ -80,3 +87,67 @@ def test_other_classes_are_read_as_dicts(tmp_path):
         del sys.modules["nowhere"]
     assert json.loads(succeed("checkpoint", "c.pt", "--from", "deepspeed", cwd=tmp_path)[0])["loss_scale"] == 8.0
     assert not (tmp_path / "was_run").exists()
+
+
+class _Noted(hooks.Hook):
+    """A hook with entries of its own: plain data, a small tensor, and what JSON cannot hold."""
+
+    def state_dict(self):
+        return {"note": {"a": [1, None, "b"]}, "averages": torch.arange(3.0), "steps": torch.tensor(7), "odd": {1j}}
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("policy", [None, FixedScaling(32.0), DynamicScaling(growth_interval=77)])
+def test_all_entries_of_a_state_are_printed(tmp_path, optimizers, policy):
+    """Those of guards and hooks, too; torch's keys have the numbers of the state under the given policy."""
+    scaler, (params, steps) = GradScaler("cpu", 8.0, guard=SpikeGuard(), hooks=[_Noted()]), two()
+    for size in (1.0, 2.0, float("inf")):
+        take_steps(params[:optimizers], steps[:optimizers], scaler, *[size] * optimizers)
+    saved = scaler.state_dict()
+    torch.save({"scaler": saved}, tmp_path / "c.pt")
+    if policy is not None:
+        dump_policy(policy, tmp_path / "p.toml")
+    options = () if policy is None else ("--policy", "p.toml")
+    data, said = succeed("checkpoint", "c.pt", *options, cwd=tmp_path)
+    printed = json.loads(data)
+    assert "warning: the entry 'odd' is left out, since JSON cannot hold {1j}" in said
+    assert isinstance(printed["guard"], list) == (optimizers == 2)
+    expected = {**saved, "averages": [0.0, 1.0, 2.0], "steps": 7}
+    del expected["odd"]
+    if policy is not None:
+        expected |= GradScaler("cpu", policy=policy).state_dict() | {name: printed[name] for name in ScaleState._fields}
+        expected |= {"scale": printed["loss_scale"], "_growth_tracker": printed["growth_tracker"]}
+        assert printed["loss_scale"] == (32.0 if policy == FixedScaling(32.0) else saved["loss_scale"])
+    assert printed == expected
+    GradScaler("cpu", policy=policy, guard=SpikeGuard()).load_state_dict(printed)
+
+
+GOOD = {
+    "c.pt": lambda path: torch.save({"epoch": 3, "scaler": ready().state_dict()}, path),
+    "c.ckpt": lambda path: torch.save(
+        {"model": torch.nn.Linear(2, 2).state_dict(), "scaler": {"scale": 8.0, "_growth_tracker": 3}}, path
+    ),
+    "c.json": lambda path: path.write_text(json.dumps({"scaler": ready().state_dict()})),
+    "p.toml": lambda path: dump_policy(DynamicScaling(), path),
+    "p.json": lambda path: dump_policy(FixedScaling(8.0), path),
+    "t.csv": lambda path: trace_to_csv(simulate("dynamic", [False, True, True]), path),
+}
+READERS = {"c": ["checkpoint"], "p": ["policy", "check"], "t": ["simulate", "dynamic"]}
+
+
+@pytest.mark.parametrize("seed", range(20 if IS_SWEEP else 4))
+@pytest.mark.parametrize("name", GOOD)
+def test_a_damaged_file_is_read_or_refused_in_a_sentence(tmp_path, name, seed):
+    """Bytes that were changed, cut out, doubled or lost at the end; never a traceback."""
+    random, path = np.random.default_rng(seed), tmp_path / name
+    GOOD[name](path)
+    content = path.read_bytes()
+    for _ in range(10):
+        damaged = bytearray(content)
+        for _ in range(random.integers(1, 5)):
+            at, length = random.integers(len(content)), random.integers(1, 40)
+            piece = bytes(random.integers(0, 256, length, np.uint8)), b"", bytes(damaged[at : at + length]) * 2
+            damaged[at : at + random.choice([1, length])] = piece[random.integers(3)]
+        path.write_bytes(damaged[: random.choice([len(damaged), len(damaged) // 2], p=[0.9, 0.1])])
+        done = run(*READERS[name[0]], name, cwd=tmp_path)
+        assert done.returncode == 0 or refused(done)

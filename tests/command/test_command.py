@@ -70,6 +70,7 @@ def test_help_fits_a_screen_and_has_an_example(command):
     ("name", "text", "tool", "config"),
     [
         ("c.json", json.dumps(DEEPSPEED), "deepspeed", DEEPSPEED),
+        ("c.toml", "[fp16]\nenabled = true\n", "deepspeed", {"fp16": {"enabled": True}}),
         ("c.toml", "init_scale = 8.0\ngrowth_interval = 0\n", "torch", {"init_scale": 8.0, "growth_interval": 0}),
         ("c.toml", "initial-loss-scale = 1024\nloss-scale-window = 5e2\n", "megatron", {"loss_scale_window": 500}),
     ],

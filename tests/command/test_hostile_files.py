@@ -46,6 +46,7 @@ REFUSED = [
     ("infinite.csv", SIMULATE, TITLES + b"inf,8.0,False\n", "row 2"),
     ("scalers.csv", PLOT, b"step,scale,overflowed,scaler\n" + b"0,8.0,False,1\n" * 10_000, "holds no steps"),
     # not hostile, but wrong
+    ("deepspeed.json", POLICY, b'{"fp16": {}}', "for the config of another tool run: lossscale policy convert FILE"),
     ("bad.toml", "demo --policy {}", b'kind = "dynamic"\ngrowth_intervall = 3\n', "did you mean 'growth_interval'"),
     ("file.toml", "demo --steps 1 --out {}", b"", "file.toml: File exists"),
     ("streak.toml", "demo --policy {} --steps 9", STREAK, "max_overflow_streak=2"),

@@ -25,6 +25,12 @@ def test_the_command_without_its_extra_says_what_to_install():
     )
 
 
+def test_a_full_output_is_named():
+    """The output has no path, which the message names instead where a file has one."""
+    done = _python("-c", "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n" + _without("", "--help"))
+    assert (done.returncode, done.stderr) == (2, "lossscale: stdout: No space left on device; pass another path\n")
+
+
 def _without(packages, *arguments):
     """Return a program that runs the command where packages, apart by spaces, are not installed."""
     return (

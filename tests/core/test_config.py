@@ -56,7 +56,7 @@ def test_as_policy():
     assert [*map(as_policy, sources)] == [NoScaling(), *map(FixedScaling, (1024.0, 0.5, 2.0))]
 
 
-FROM_TOOL = "lossscale.from_tool reads the config of another tool, as in from_tool('deepspeed', config)"
+FROM_TOOL = "for the config of another tool run: lossscale policy convert FILE, or call lossscale.from_tool"
 BAD_CONFIGS = [
     ({"kind": "dynamic", "growth_intervall": 3}, "growth_intervall' .* did you mean 'growth_interval'.* known:"),
     ({"kind": "dynamik"}, "dynamik.* did you mean 'dynamic'.* fixed"),

@@ -51,7 +51,7 @@ def parse(arguments: list[str] | None = None) -> Callable[[], None]:
         has_folder = os.path.isdir(os.path.dirname(os.fspath(error.filename or "")) or ".")
         hint = "pass the path of a file that exists" if isinstance(error, FileNotFoundError) else "pass another path"
         cause = f"{error.strerror}; {hint if has_folder else 'make its folder first'}"
-        message = f"{error.filename}: {str(error.strerror) if ';' in str(error.strerror) else cause}"
+        message = f"{error.filename or 'stdout'}: {error.strerror if ';' in str(error.strerror) else cause}"
     except LossScaleError as error:
         message = str(error)
     else:

@@ -1,5 +1,6 @@
 """The subcommand `lossscale checkpoint`: the scalers in a checkpoint file, as JSON."""
 
+import json
 import zipfile
 from collections import deque
 from collections.abc import Mapping
@@ -10,8 +11,16 @@ import click
 
 from lossscale.cli._shared import FILE, example, print_json, say, warnings_as_lines
 from lossscale.other_tools import state_from_tool, tools_of_checkpoint
-from lossscale_core import ScalingPolicy, diagnose, load_policy, policy_from_dict, state_from_dict, state_to_dict
-from lossscale_core.adapters import read_torch_keys, shown, shown_names
+from lossscale_core import (
+    BaseScaling,
+    ScalingPolicy,
+    diagnose,
+    load_policy,
+    policy_from_dict,
+    state_from_dict,
+    state_to_dict,
+)
+from lossscale_core.adapters import TORCH_KEYS, read_torch_keys, shown, shown_names, warn_caller
 from lossscale_core.errors import CheckpointError
 from lossscale_core.files import open_file, read_data
 
@@ -19,7 +28,8 @@ _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # Megatron-LM has its scaler below two keys. Further down is a dict for each parameter.
 _DEEPEST = 3
 _MOST_DICTS = 1000
-_MOST_PICKLED = 2**24
+_MOST_PICKLED = 2**22
+"""The most bytes of a pickle, which takes up to 70 times its size of memory."""
 
 
 @click.command("checkpoint", epilog=example("lossscale checkpoint last.pt"))
@@ -47,11 +57,15 @@ def _state(place: str, saved: Mapping[str, Any], tool: str | None, policy: Scali
     """Return the state as a dict, and print a sentence about it."""
     with warnings_as_lines():
         if tool is None and "version" in saved:  # which no other tool saves in the dict of its scaler
-            saved = read_torch_keys(saved)
-            policy = policy_from_dict(saved["policy"]) if policy is None and "policy" in saved else policy
-            state = state_from_dict(saved, policy)
+            own = read_torch_keys(saved)
+            policy = policy_from_dict(own["policy"]) if policy is None and "policy" in own else policy
+            state = state_from_dict(own, policy)
             say(f"{place}: a state of this library{'' if policy is None else f'; {diagnose(policy, state)}'}")
-            return state_to_dict(state, policy)
+            ours, rule = state_to_dict(state, policy), policy and BaseScaling.of(policy)
+            torchs = {
+                key: ours.get(name, getattr(rule, name, saved[key])) for key, name in TORCH_KEYS.items() if key in saved
+            }
+            return {**_as_json({**saved, **own}), **torchs, **ours}
         names = [tool] if tool is not None else tools_of_checkpoint(saved)
         if len(names) != 1:
             which = f"{', '.join(names)} save" if names else "no known tool saves"
@@ -59,6 +73,23 @@ def _state(place: str, saved: Mapping[str, Any], tool: str | None, policy: Scali
         state = state_from_tool(names[0], saved, policy)
     say(f"{place}: the scaler of {names[0]}")
     return state_to_dict(state, policy)
+
+
+def _as_json(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that JSON can hold, and warn of the others."""
+    kept: dict[str, Any] = {}
+    encoder = json.JSONEncoder(default=lambda value: value.tolist() if value.numel() <= _MOST_DICTS else value)
+    for name, value in entries.items():
+        try:
+            text = ""
+            for part in encoder.iterencode({name: value}):  # endless if a list is shared often
+                text += part
+                if len(text) > _MOST_PICKLED:
+                    raise ValueError("the text is too long")
+            kept |= json.loads(text)
+        except Exception:  # of the methods of any object
+            warn_caller(f"the entry {shown(name)} is left out, since JSON cannot hold {shown(value)}")
+    return kept
 
 
 def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -87,38 +118,40 @@ def _content(path: Path) -> Mapping[str, Any]:
         formats = f"JSON (.json), or written by torch.save ({', '.join(_OF_TORCH)})"
         raise CheckpointError(f"{path} must be a file in {formats}; save it as one")
     is_json = path.suffix.lower() == ".json"
-    content = read_data(path, "state", CheckpointError) if is_json else _read_by_torch(path)
+    content = read_data(path, "state", CheckpointError) if is_json else _read_archive(path)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds {shown(content)}, but must hold a dict; pass another file")
     return content
 
 
-def _read_by_torch(path: Path) -> Any:
+def _read_archive(path: Path) -> Any:
+    import torch
+    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
     with open_file(path, "archive", CheckpointError) as file:
         try:
-            parts = zipfile.ZipFile(file).infolist()
-        except zipfile.BadZipFile as error:
-            raise CheckpointError(
-                f"{path} is not a zip archive, as torch.save writes since PyTorch 1.6; if you trust it, load and "
-                "save it again with a newer PyTorch"
-            ) from error
-        # What torch.save writes is stored as it is. A compressed part may be of any size.
-        pickled = sum(part.file_size for part in parts if part.filename.endswith(".pkl"))
-        if pickled > _MOST_PICKLED or any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            most = f"more than {_MOST_PICKLED} bytes of pickles, or compressed parts"
-            raise CheckpointError(f"{path} has {most}; save the scaler by itself, by torch.save")
-        import torch
-        from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
-
-        file.seek(0)
-        try:
+            with zipfile.ZipFile(file) as archive:
+                parts = archive.infolist()
+                # What torch.save writes is stored as it is. A compressed part may be of any size.
+                if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+                    raise ValueError("a part is compressed")
+                pickles = [part for part in parts if part.filename.endswith(".pkl")]
+                if sum(part.file_size for part in pickles) > _MOST_PICKLED:
+                    raise ValueError(f"more than {_MOST_PICKLED} bytes of pickles; save the scaler by itself")
+                # torch.load calls this class with any number, and then it is zeros of that size.
+                if any(b"bytearray" in archive.read(part) for part in pickles):
+                    raise ValueError("a bytearray")
+            file.seek(0)
             names = get_unsafe_globals_in_checkpoint(file)
             file.seek(0)
             with safe_globals([(type(name.rpartition(".")[2], (_Attributes,), {}), name) for name in names]):
                 return torch.load(file, weights_only=True, map_location="cpu")
-        except Exception as error:  # torch raises nearly anything for a file that was cut or written by hand
+        except Exception as error:  # these parsers raise nearly anything for a file that was cut or written by hand
             reason = str(error).partition("\n")[0]
-            raise CheckpointError(f"{path} is damaged, or holds more than data: {reason}; save it again") from error
+            raise CheckpointError(
+                f"{path} is damaged, or is not a zip archive, as torch.save writes: {shown(reason)}; "
+                "if you trust it, load and save it again with a newer PyTorch"
+            ) from error
 
 
 class _Attributes(dict[Any, Any]):
