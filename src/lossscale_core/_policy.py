@@ -194,6 +194,11 @@ _int32 = functools.lru_cache(np.int32)
 """The type of every count; making a NumPy scalar takes as long as three operations on it."""
 
 
+@np.errstate(over="ignore")  # the frameworks do not warn of a product beyond float32 either
+def _without_overflow_warning(transition: Transition, state: Any, steps: Array, xp: Namespace) -> Any:
+    return transition(state, steps, xp)
+
+
 def _select(
     grads_finite: Array, after_finite: Transition, after_overflow: Transition, state: Any, xp: Namespace | None
 ) -> Any:
@@ -207,8 +212,7 @@ def _select(
     steps = one_more(state.steps, xp=xp)
     if xp is HOST:  # the flag is known, so that only one transition is computed
         transition = after_finite if host_flag(grads_finite, _UPDATE) else after_overflow
-        with np.errstate(over="ignore"):  # the frameworks do not warn of a product beyond float32 either
-            after = transition(state, steps, xp)
+        after = _without_overflow_warning(transition, state, steps, xp)
         return state._make([_int32(value) if type(value) is int else value for value in after])
     require_flag(grads_finite, _UPDATE)
     pairs = zip(after_finite(state, steps, xp), after_overflow(state, steps, xp), strict=True)

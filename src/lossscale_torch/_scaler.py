@@ -602,7 +602,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         """Check gradients that a kernel will divide."""
-        self._check_scale_growth_tracker("_check_inf_per_device")
+        if self._state.scale is None:
+            self._check_scale_growth_tracker("_check_inf_per_device")
         flags = self._unscale_grads_(optimizer, self._state.one, torch.zeros_like(self._state.one), True)
         self._steps[id(optimizer)]["found_inf_per_device"] = flags
         return flags
@@ -683,7 +684,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             self._lazy_init_scale_growth_tracker(device)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Make the scale on a device, and the tracker on the host; later calls, as Accelerate's, do nothing."""
+        """Make the scale on a device; later calls, as Accelerate's, do nothing."""
         if self._state.scale is None:
             self._state.place(dev)
 

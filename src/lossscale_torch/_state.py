@@ -33,19 +33,19 @@ class ScalerState:
     """The state of one scaler. torch's tensors are float32 and int32, of shape `()`, and None before the first loss."""
 
     init_scale: float = 1.0
-    init_tracker: int = 0
-    """The loss scale and the growth tracker before the first loss."""
+    """The loss scale before the first loss."""
     one: Any = None
     """1.0 on the device of the scale; it is only read."""
     is_fused = False
     """Whether a kernel has decided about a step, or may do so in a captured graph."""
     _scale: Any = None
-    tracker: Any = None
+    _tracker: Any = None
+    """torch's growth tracker; None until other code or a device needs it."""
     _known_scale: tuple[int, float] | None = None
     """The version of the scale's tensor that the host knows, and its number."""
 
     def __init__(self, state: ScaleState) -> None:
-        self.init_scale, self.init_tracker = state[0].item(), state[1].item()
+        self.init_scale = state[0].item()
         self.fields: ScaleState | DeviceFields = state
         """The policy's state on the host, in which torch's tensors replace two fields; or the fields on a device."""
 
@@ -53,14 +53,28 @@ class ScalerState:
         if tensor is not None:
             tensor = tensor.detach().float().reshape(())
             self.one, self._known_scale = torch.ones_like(tensor), None
-            if self.tracker is None:
-                self.tracker = torch.full((), self.init_tracker, dtype=torch.int32)
         self._scale = tensor  # last, since Ctrl-C may come before
 
+    def _get_tracker(self) -> Tensor | None:
+        if self._tracker is None and self._scale is not None:
+            with torch.inference_mode(False):
+                self._tracker = torch.full((), self._get_init_tracker(), dtype=torch.int32)
+        return self._tracker
+
+    def _get_init_tracker(self) -> int:
+        return 0 if isinstance(self.fields, DeviceFields) else int(self.fields[1])
+
+    def _set_init_tracker(self, count: int) -> None:
+        if not isinstance(self.fields, DeviceFields):
+            self.fields = type(self.fields)(self.fields[0], np.int32(count), *self.fields[2:])
+
     scale = property(operator.attrgetter("_scale"), _replace_scale)
+    tracker = property(_get_tracker, lambda self, tensor: setattr(self, "_tracker", tensor))
+    init_tracker = property(_get_init_tracker, _set_init_tracker)
+    """The count of the policy's state, of which torch's tensor is made."""
 
     def place(self, device: torch.device | str) -> None:
-        """Make the loss scale on a device, and the tracker on the host."""
+        """Make the loss scale on a device."""
         with torch.inference_mode(False):  # the tensors outlive a validation loop that may be running
             self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         self._remember_scale(self.init_scale)
@@ -72,13 +86,13 @@ class ScalerState:
 
     def load(self, state: ScaleState, policy: ScalingPolicy) -> None:
         """Continue with other numbers, in the tensors that exist. A graph that is being captured does not repeat it."""
-        scale, tracker = state[0].item(), state[1].item()
+        self.init_scale = scale = state[0].item()
         if self.scale is not None:
             with outside_graph(self.scale.device):
                 self.scale.fill_(scale)
-                self.tracker.fill_(tracker)
+                if self._tracker is not None:
+                    self._tracker.fill_(state[1].item())
             self._remember_scale(scale)
-        self.init_scale, self.init_tracker = scale, tracker
         if isinstance(self.fields, DeviceFields):
             self.fields.load(state, policy, self.tracker)
         else:
@@ -92,7 +106,7 @@ class ScalerState:
 
     def scale_on_host(self) -> float | None:
         """Return the loss scale, or None if the host does not know it."""
-        scale, known = self.scale, self._known_scale
+        scale, known = self._scale, self._known_scale
         if scale is None:
             return self.init_scale
         if scale.is_cpu:
@@ -102,22 +116,22 @@ class ScalerState:
 
     def on_host(self) -> ScaleState:
         """Return the policy's state as host scalars. Waits for a device if the host does not know its numbers."""
-        fields, tracker, scale = self.fields, self.tracker, self.scale  # another thread may replace them
+        fields, tracker, scale = self.fields, self._tracker, self._scale  # another thread may replace them
         if isinstance(fields, DeviceFields):
             return fields.on_host(scale, tracker)
         known = self.scale_on_host()
         number = scale.item() if known is None else known
-        count = self.init_tracker if tracker is None else tracker.item()
-        return type(fields)(np.float32(number), np.int32(count), *fields[2:])
+        count = fields[1] if tracker is None else np.int32(tracker.item())
+        return type(fields)(np.float32(number), count, *fields[2:])
 
     def copies(self) -> ScaleState:
         """Return the policy's state as host scalars if the host knows it, else as copies. Does not synchronise."""
-        fields, tracker, scale = self.fields, self.tracker, self.scale
+        fields, tracker, scale = self.fields, self._tracker, self._scale
         if isinstance(fields, DeviceFields):
             return fields.copies(scale, tracker)
-        if scale is None or tracker is None or (tracker.is_cpu and self.scale_on_host() is not None):
+        if self.scale_on_host() is not None and (tracker is None or tracker.is_cpu):
             return self.on_host()
-        return type(fields)(scale.clone(), tracker.clone(), *fields[2:])
+        return type(fields)(scale.clone(), fields[1] if tracker is None else tracker.clone(), *fields[2:])
 
     def read(self, steps: Collection[OptimizerStep], *numbers: Tensor) -> list[float]:
         """Wait once for the flags of steps, for the scale and for other numbers, and return these numbers.
@@ -156,24 +170,24 @@ class ScalerState:
         This happens on the host if it knows the flags and the scale, else on the device. An overflow or an applied step
         counts if `is_counted`; a vetoed step does not count.
         """
-        before, scale = self.fields, None
-        tracker = self.tracker
+        before, tracker = self.fields, self._tracker
         if tracker is not None and not isinstance(tracker, Tensor):
             raise TypeError(f"_growth_tracker={shown(tracker)} must be a tensor; write scaler._growth_tracker.fill_(0)")
-        if decision is not None and isinstance(before, DeviceFields) and not self.is_fused and self.scale.is_cpu:
+        if isinstance(before, DeviceFields):
+            if decision is None or self.is_fused or not self._scale.is_cpu:
+                return self._advance_on_device(policy, steps, is_counted)
             before = self.on_host()
-        if decision is not None and not isinstance(before, DeviceFields):
-            scale = self.scale_on_host()
-        if decision is None or isinstance(before, DeviceFields) or scale is None:
+        scale = None if decision is None else self.scale_on_host()
+        if decision is None or scale is None:
             return self._advance_on_device(policy, steps, is_counted)
         _, overflowed, vetoed, spiked = decision
-        count = before[1]
         if tracker is not None:
             if not tracker.is_cpu:
-                self.tracker = tracker = tracker.cpu()  # from now on the host counts
-            count = tracker.item()
-        if before[0] != scale or before[1] != count:  # other code has written to torch's tensors
-            before = type(before)(np.float32(scale), np.int32(count), *before[2:])
+                self._tracker = tracker = tracker.cpu()  # from now on the host counts
+            if (count := tracker.item()) != before[1]:
+                before = before._replace(growth_tracker=np.int32(count))
+        if before[0] != scale:  # other code has written to torch's tensor
+            before = before._replace(loss_scale=np.float32(scale))
         after = policy.update(before, not overflowed) if is_counted and (overflowed or not vetoed) else before
         self.fields, after_scale = after, float(after[0])
         if tracker is not None and after[1] is not before[1]:
