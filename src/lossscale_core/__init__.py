@@ -20,11 +20,13 @@ from lossscale_core._config import (
     policy_from_dict,
     policy_to_dict,
 )
+from lossscale_core._diagnosis import diagnose
 from lossscale_core._gradient_range import GradientRange, gradient_range
 from lossscale_core._guard import GuardState, SpikeGuard
+from lossscale_core._outcome import StepInfo, metrics, step_info
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
-from lossscale_core._report import ScaleWatch, StepInfo, diagnose, metrics, step_info
 from lossscale_core._state import ScaleState, one_more
+from lossscale_core._watch import ScaleWatch
 
 if _typing.TYPE_CHECKING:
     from lossscale_core import testing

@@ -136,6 +136,16 @@ def require_flag(grads_finite: Any, call: str) -> None:
         )
 
 
+def require_pairs(grads_and_vars: Any, caller: str) -> list[tuple[Any, Any]]:
+    """Return (gradient, variable) pairs in a list; raise `TypeError` for what does not hold them."""
+    pairs: list[Any] = list(grads_and_vars) if isinstance(grads_and_vars, Iterable) else [None]
+    if all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        return pairs
+    raise TypeError(
+        f"{caller} was given {shown(grads_and_vars)}; it takes (gradient, variable) pairs; pass zip(grads, variables)"
+    )
+
+
 def warn_caller(message: str, category: type[Warning] = UserWarning, *, packages: Iterable[str] = ()) -> None:
     """Warn at the line of the user's program, however many functions of libraries are between it and this one.
 

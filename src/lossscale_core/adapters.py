@@ -6,19 +6,22 @@ The names serve the packages of this project and adapters of other packages. The
 from lossscale_core import _tree as tree
 from lossscale_core._checkpoint import TORCH_KEYS, guard_state_from_dict, read_torch_keys
 from lossscale_core._config import policy_text
+from lossscale_core._diagnosis import check_overflow_streak
 from lossscale_core._guard import check_guard, check_spike_streak
-from lossscale_core._messages import require_flag, shown, shown_names, shown_number, unknown_name, warn_caller
-from lossscale_core._report import (
-    BAD_LOSS,
-    GradientReport,
-    OverflowReport,
-    check_overflow_streak,
-    log_event,
+from lossscale_core._messages import (
+    require_flag,
     require_pairs,
+    shown,
+    shown_names,
+    shown_number,
+    unknown_name,
+    warn_caller,
 )
+from lossscale_core._reports import BAD_LOSS, GradientReport, OverflowReport, locate_fault
 from lossscale_core._settings import LARGEST_SCALE, SMALLEST_SCALE, check_setting
 from lossscale_core._state import loss_scale_of
 from lossscale_core._step import clip_divisor, decide, norm_by_unit
+from lossscale_core._watch import log_event
 
 __all__ = [
     "BAD_LOSS",
@@ -34,6 +37,7 @@ __all__ = [
     "clip_divisor",
     "decide",
     "guard_state_from_dict",
+    "locate_fault",
     "log_event",
     "loss_scale_of",
     "norm_by_unit",

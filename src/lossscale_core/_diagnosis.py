@@ -1,0 +1,177 @@
+"""A diagnosis of a run in plain text: one of seven verdicts, the reason, and the remedy."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from lossscale_core._base import BaseScaling
+from lossscale_core._config import PolicyLike, as_policy
+from lossscale_core._guard import SPIKES_HINT, GuardState
+from lossscale_core._messages import shown_number
+from lossscale_core._reports import BACKWARD_CAUSES, UNCLEARED
+from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core._state import ScaleState, read, require_one_state
+from lossscale_core.errors import OverflowStreakError
+
+_NAN_HINT = (
+    "a NaN or infinity in the inputs, the forward pass and the loss; if the loss is finite, for " + BACKWARD_CAUSES
+)
+_MANY = 5
+"""The number of steps in a row from which overflows, or applied steps at the start, are a pattern."""
+
+
+def check_overflow_streak(policy: PolicyLike, state: ScaleState) -> None:
+    """Raise an error if the state has reached the policy's `max_overflow_streak`.
+
+    Logs nothing. Reads the state only if the policy has such a limit; reading it from a device synchronises.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        state: The state after a step.
+
+    Raises:
+        OverflowStreakError: As many steps in a row as the policy's `max_overflow_streak` overflowed.
+        PolicyError: `policy` is not a policy.
+    """
+    if message := _streak_message(BaseScaling.of(as_policy(policy)), state):
+        raise OverflowStreakError(message)
+
+
+def _streak_message(policy: BaseScaling, state: ScaleState[Any]) -> str:
+    """Return an error message if the streak has reached the policy's limit, else an empty text."""
+    limit = policy.max_overflow_streak
+    if limit is None or (streak := int(read(state.overflow_streak))) < limit:
+        return ""
+    return (
+        f"overflow_streak={streak} has reached max_overflow_streak={limit} at a loss scale of "
+        f"{shown_number(float(state.loss_scale))}; look for a NaN or infinity in the loss, or raise "
+        "max_overflow_streak where init_scale is known to be far too large"
+    )
+
+
+def diagnose(policy: PolicyLike, state: ScaleState, *, guard: GuardState | None = None) -> str:
+    """Describe the condition of a run in one or two sentences, and recommend what to do.
+
+    The function knows one state, and takes it for that of a run that began with the policy's first state: overflows
+    that have lowered the loss scale from there are no fault. A `ScaleWatch` knows what happened since its last look.
+
+    Logs nothing. Synchronises with the host.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        state: A state of any framework.
+        guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
+
+    Returns:
+        A text that begins with a verdict and a colon: `not started`, `calibrating`, `stuck at min_scale`, `skipping too
+        often`, `pressing against max_scale`, `healthy`, or, for a scale that no policy reaches, `broken`.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
+        TypeError: `state` is not a state.
+    """
+    numbers = numbers_of(state, "diagnose(policy, state)")
+    return ": ".join(find_verdict(BaseScaling.of(as_policy(policy)), numbers, None)) + describe_spikes(guard)
+
+
+def describe_spikes(guard: GuardState | None) -> str:
+    """Return the sentences about the spikes, each after a space, or an empty text if there were none."""
+    if guard is None or not int(guard.spikes):
+        return ""
+    spikes, streak = f"{int(guard.spikes)} spike{'s' * (int(guard.spikes) > 1)}", int(guard.streak)
+    text = f" The guard refused {spikes}; the mean norm is {float(guard.mean):g}."
+    return text + (f" The last {streak} norms in a row were spikes. {SPIKES_HINT}." if streak >= _MANY else "")
+
+
+def numbers_of(state: Any, call: str) -> ScaleState[Any]:
+    """Return the fields of any state as Python numbers, each read once from its device."""
+    require_one_state(state, call)
+    return ScaleState(read(state.loss_scale), *(int(getattr(state, name)) for name in ScaleState._fields[1:]))
+
+
+def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any] | None) -> tuple[str, str]:
+    """Return the verdict on a state, and the sentences with the reason and the remedy.
+
+    Args:
+        policy: The policy.
+        state: The state, in Python numbers.
+        since: An earlier state of the run, which may be the same. If it is None, the run began with the policy's first
+            state.
+
+    Returns:
+        The verdict and the sentences.
+    """
+    scale, steps, skipped, streak = state.loss_scale, state.steps, state.skipped_steps, state.overflow_streak
+    first, scale_text = numbers_of(policy.init_state(), "init_state"), shown_number(scale)
+    start, adapts, limit = first.loss_scale, policy.adapts, _streak_message(policy, state)
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        return "broken", f"the loss scale is {scale:g}, which no policy reaches. Restore an earlier checkpoint."
+    if not steps:
+        return "not started", f"no step yet{f'; the first is scaled by {scale_text}' if policy.scales_losses else ''}."
+
+    # States hold the scale in float32, which may be above a bound in float64 that it has reached.
+    low, high = map(np.float32, policy.bounds())
+    is_at_min, applied = adapts and scale <= low, steps - skipped
+    interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
+    overflows_from_start = _overflows_between(policy, first, scale)
+    # A state that was resumed, or that leaves out the retries of a step, need not come from the policy's start.
+    fits_start = skipped >= overflows_from_start and (scale <= start or applied >= interval)
+    since = since or (first if fits_start else state)
+    # Finite losses hardly ever overflow at such a scale, unless the run began near it.
+    has_fallen = adapts and fits_start and scale <= min(start, 1.0) / 8.0
+
+    # The scale comes down from the start until a few steps are applied, or until the floor is too large as well.
+    until_stuck = _overflows_between(policy, since, float(low)) + _MANY
+    is_stuck = is_at_min and (start <= low or max(skipped - since.skipped_steps, streak) >= until_stuck)
+    never_overflowed_again = 0 < applied == state.growth_tracker + policy.cooldown
+    is_start_over = applied >= _MANY or never_overflowed_again or is_stuck or (has_fallen and streak >= _MANY)
+
+    skips = skipped - since.skipped_steps
+    if adapts and since.steps - since.skipped_steps < _MANY:  # overflows that lowered the scale at the start are normal
+        lowers = not is_at_min and (policy.hysteresis == 1 or not getattr(policy, "refill_on_finite", True))
+        skips -= skips if lowers else _overflows_between(policy, since, scale)
+    # Growth tries a larger scale once per interval, and each try may overflow.
+    normal_rate = max(0.05 * policy.hysteresis, min(2.0 * policy.hysteresis / (policy.hysteresis + interval), 0.5))
+    skips_too_often = skips > max(8 * policy.hysteresis if adapts else 2, (steps - since.steps) * normal_rate)
+
+    # If no step was applied since the first overflow, its gradients may be a part of all later ones.
+    uncleared = f"{UNCLEARED}, or for " if streak >= max(skipped, _MANY) else ""
+    if policy.is_constant() and scale > 1.0:
+        hint = f"A scale of {scale_text} is too large for these gradients: lower it, or use DynamicScaling."
+    elif adapts and not is_at_min and not has_fallen:
+        has_grown = scale > start or 0 < (skipped - overflows_from_start) / policy.hysteresis <= applied / interval
+        rarer = "; a longer growth_interval tries a larger scale less often" if has_grown else ""
+        hint = f"Look for {uncleared}a diverging loss{rarer}."
+    else:
+        lower = ", or lower min_scale" if is_at_min and low > SMALLEST_SCALE else ""
+        hint = f"Look for {uncleared}{_NAN_HINT}{lower}."
+    counts, overflowing = f"{skipped} of {steps} steps skipped", f"the last {streak} steps in a row overflowed"
+    trend = f"is {scale_text}" if scale >= start else f"comes down from {shown_number(start)}, now {scale_text}"
+    at_start = f"{counts} while the loss scale {trend}. This is normal at the start; a smaller init_scale shortens it."
+    at_min = f"{overflowing} and the loss scale cannot go below {shown_number(float(low))}. {hint}"
+    fallen = f", and the loss scale has fallen to {scale_text}" if has_fallen else ""
+    can_grow = adapts and scale >= high > low and applied >= policy.growth_interval
+    room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
+    at_max = f"the loss scale is {scale_text} and could grow further ({counts}). If small gradients still flush to zero"
+    verdicts = (
+        (limit, "skipping too often", f"{limit}."),
+        (is_at_min and streak >= _MANY and is_start_over, "stuck at min_scale", at_min),
+        (adapts and skipped and not is_start_over, "calibrating", at_start),
+        (streak >= _MANY, "skipping too often", f"{overflowing} ({counts}). {hint}"),
+        (not applied, "not started", f"no step applied yet, {counts}. {hint}"),
+        (skips_too_often or has_fallen, "skipping too often", f"{counts}{fallen}. {hint}"),
+        (can_grow, "pressing against max_scale", f"{at_max}, {room}."),
+        (True, "healthy", f"{counts}{f'; the loss scale is {scale_text}' if policy.scales_losses else ''}."),
+    )
+    # The first row that holds decides: a run that is stuck or calibrating also skips often, but needs other advice.
+    return next((verdict, reason) for holds, verdict, reason in verdicts if holds)
+
+
+def _overflows_between(policy: BaseScaling, since: ScaleState[Any], scale: float) -> int:
+    """Return how many overflows lower the scale of a state to `scale`, if it does not grow in between."""
+    if scale >= since.loss_scale or policy.backoff_factor >= 1.0:
+        return 0
+    backoffs = round(math.log(scale / since.loss_scale, policy.backoff_factor))
+    later = max(backoffs - 1, 0) * (policy.hysteresis if policy.refill_on_backoff else 1)
+    return int(max(since.hysteresis_tracker, 1)) + later

@@ -1,0 +1,118 @@
+"""A report on the gradients of one step that are not finite."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lossscale_core._messages import shown_names
+
+BACKWARD_CAUSES = "a division by zero, or a root or a logarithm at zero, in the backward pass"
+"""What makes gradients NaN at each loss scale though the loss is finite: https://github.com/jax-ml/jax/issues/26328."""
+BAD_LOSS = (
+    "the loss itself is NaN or infinite: no loss scale fixes this; look at the inputs and the learning rate, and at "
+    "logarithms, roots and divisions in the forward pass"
+)
+"""The sentence for a loss that is not finite, which is logged as the event `bad_loss`."""
+UNCLEARED = "gradients that were not cleared after a skipped step"
+"""The commonest cause of overflows at every loss scale: later gradients are added to those of a skipped step."""
+_MANY = 5
+"""The number of gradients from which one line describes all."""
+
+
+class GradientReport(NamedTuple):
+    """The counts of non-finite elements in one gradient."""
+
+    name: str
+    """The name of the parameter."""
+    nan: int
+    """The number of NaN elements."""
+    positive_inf: int
+    """The number of +inf elements."""
+    negative_inf: int
+    """The number of -inf elements."""
+    largest_finite: float
+    """The largest magnitude among the finite elements, as stored; 0.0 if no element is finite."""
+
+
+class OverflowReport(list[GradientReport]):
+    """The reports on the gradients that are not finite, and the cause that the loss indicates.
+
+    Args:
+        gradients: A name and an array for each gradient that holds NaN or infinity: what `np.asarray` takes, of floats
+            or complex numbers.
+        loss_finite: Whether the loss, before it was scaled, is finite; None if the loss is unknown.
+        checked: The number of gradients that were checked. If none of them is finite, the text has one line for all.
+        in_order: The names of all gradients that were checked, in the order of the forward pass, if that is known. The
+            text then also says where the fault is.
+    """
+
+    def __init__(
+        self,
+        gradients: Iterable[tuple[str, Any]] = (),
+        *,
+        loss_finite: bool | None = None,
+        checked: int | None = None,
+        in_order: Sequence[str] = (),
+    ) -> None:
+        super().__init__(_count(name, values) for name, values in gradients)
+        self.loss_finite, self.checked, self.in_order = loss_finite, checked, tuple(in_order)
+
+    @property
+    def verdict(self) -> str:
+        """A recommendation in one or two clauses; without the loss, the gradients do not show the cause."""
+        if self.loss_finite is False:
+            return BAD_LOSS
+        if not self:
+            return "every gradient is finite"
+        if self.loss_finite is None:
+            return "pass loss= to learn whether the scale or the loss is the cause"
+        if any(report.positive_inf or report.negative_inf for report in self):
+            return f"finite loss: a smaller loss scale usually fixes this, but not {UNCLEARED}"
+        causes = f"{BACKWARD_CAUSES}, or from {UNCLEARED}"
+        return f"finite loss, NaN without an infinity: a smaller loss scale fixes this unless it comes from {causes}"
+
+    def __str__(self) -> str:
+        reports: list[GradientReport] = self
+        if len(self) == self.checked and len(self) >= _MANY:
+            _, nan, above, below, largest = zip(*self, strict=True)
+            reports = [GradientReport(f"all {len(self)} parameters", sum(nan), sum(above), sum(below), max(largest))]
+        lines = [
+            f"{report.name}: {report.nan} NaN, {report.positive_inf} +inf, {report.negative_inf} -inf, "
+            f"largest finite {report.largest_finite:g}"
+            for report in reports
+        ]
+        if self and self.in_order and self.loss_finite is not False:
+            lines.append(locate_fault([report.name for report in self], self.in_order))
+        return "\n".join([*lines, self.verdict])
+
+
+def locate_fault(bad: Sequence[str], in_order: Sequence[str] = ()) -> str:
+    """Return a clause that says which gradients are not finite, and where the fault is.
+
+    Gradients flow from the loss to the first layer, and NaN and infinity flow with them. So the fault is at the last
+    gradient that is not finite, or behind it.
+
+    Args:
+        bad: The names of the gradients that are not finite.
+        in_order: The names of all gradients that were checked, in the order of the forward pass. Without it the clause
+            lists the names.
+
+    Returns:
+        The clause.
+    """
+    if not in_order or len(in_order) == 1:
+        return f"the gradients of {shown_names(bad)} are not finite"
+    if len(bad) == len(in_order):
+        return f"none of the {len(bad)} gradients is finite: look at the loss or the last layer"
+    last = max(map(in_order.index, bad))
+    after = f", and that of {in_order[last + 1]} is" if last + 1 < len(in_order) else ""
+    return f"the gradient of {in_order[last]} is not finite{after} ({len(bad)} of {len(in_order)} are not)"
+
+
+def _count(name: str, gradient: Any) -> GradientReport:
+    values = np.asarray(gradient)
+    parts = np.stack([values.real, values.imag]) if np.iscomplexobj(values) else values
+    nan, above, below = (int(test(parts).sum()) for test in (np.isnan, np.isposinf, np.isneginf))
+    largest = np.abs(parts, where=np.isfinite(parts), out=np.zeros_like(parts)).max(initial=0.0)
+    return GradientReport(name, nan, above, below, float(largest))

@@ -1,0 +1,114 @@
+"""The log of a run: verdicts that change, through Python's `logging`."""
+
+import math
+from typing import Any
+
+from lossscale_core._base import BaseScaling
+from lossscale_core._config import PolicyLike, as_policy
+from lossscale_core._diagnosis import describe_spikes, find_verdict, numbers_of
+from lossscale_core._guard import GuardState
+from lossscale_core._reports import BAD_LOSS
+from lossscale_core._state import ScaleState
+
+_WINDOW = 64
+"""The fewest steps over which skipped steps are counted."""
+_REPEAT_AFTER_STEPS = 1000
+_REPEAT_AT_RATIO = 10
+
+
+class ScaleWatch:
+    """The log of one run, through `logging.getLogger("lossscale")`.
+
+    ```python
+    watch = ScaleWatch()
+    ...
+    watch.log(policy, state, loss=loss)  # now and then, when the loop logs
+    ```
+
+    `GradScaler` and the `LossScaleOptimizer`s have one each.
+
+    - **Judgement:** as in `diagnose`, but from the second look on by the steps since an earlier look, 64 steps before
+      or more. So the steps of a saved run and those at the start count only once.
+    - **When:** the watch logs a verdict that has changed, but not one that comes back within 1000 steps; and it repeats
+      a verdict when the streak of overflows is ten times as long.
+    - **Level:** `calibrating` and `healthy` are `INFO` lines, any other verdict is a `WARNING`. So is the first loss
+      that is NaN or infinite, with the event `bad_loss`.
+    - **Attributes:** a log record has the attributes `event` (the verdict), `steps`, `loss_scale` and
+      `overflow_streak`.
+    - **Restart:** a state with fewer steps than the last one begins another run.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._verdict = "healthy"
+        self._logged: dict[str, tuple[int, int]] = {}  # the step and the streak at which a verdict was logged
+        self._has_bad_loss = False
+        self._marks: tuple[ScaleState[Any], ...] = ()  # up to two earlier states, a window apart
+
+    def log(self, policy: PolicyLike, state: ScaleState, *, loss: Any = None) -> None:
+        """Log the verdict on the state if it is new. Synchronises with the host.
+
+        Args:
+            policy: Anything that `as_policy` accepts.
+            state: A state of any framework.
+            loss: The loss of the last step or a mean of losses, unscaled: a number, or an array of shape `()`.
+
+        Raises:
+            PolicyError: `policy` is not a policy.
+            TypeError: `state` is not a state.
+        """
+        numbers = numbers_of(state, "log(policy, state)")
+        is_calm = self._verdict == "healthy" and not numbers.overflow_streak
+        if not (is_calm and self._marks and 0 <= numbers.steps - self._marks[-1].steps < _WINDOW):
+            self.diagnose(policy, numbers)
+        if loss is not None and not self._has_bad_loss and not math.isfinite(float(loss)):
+            self._has_bad_loss = True
+            log_event("bad_loss", f"lossscale, step {numbers.steps}: {BAD_LOSS}")
+
+    def diagnose(self, policy: PolicyLike, state: ScaleState, *, guard: GuardState | None = None) -> str:
+        """Log the verdict on the state if it is new, and return it as text. Synchronises with the host.
+
+        Args:
+            policy: Anything that `as_policy` accepts.
+            state: A state of any framework.
+            guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
+
+        Returns:
+            A text as that of the function `diagnose`.
+
+        Raises:
+            PolicyError: `policy` is not a policy.
+            TypeError: `state` is not a state.
+        """
+        numbers = numbers_of(state, "diagnose(policy, state)")
+        if numbers.steps < self._steps:
+            vars(self).update(vars(ScaleWatch()))
+        self._steps, self._marks = numbers.steps, self._marks or (numbers,)
+        before = self._verdict
+        self._verdict, reason = find_verdict(BaseScaling.of(as_policy(policy)), numbers, self._marks[0])
+        if numbers.steps - self._marks[-1].steps >= _WINDOW:
+            self._marks = (self._marks[-1], numbers)
+        logged_step, logged_streak = self._logged.get(self._verdict, (-_REPEAT_AFTER_STEPS, 0))
+        level = "info" if self._verdict in ("calibrating", "healthy") else "warning"
+        is_longer = numbers.overflow_streak >= _REPEAT_AT_RATIO * max(logged_streak, 2) and level == "warning"
+        is_new = before != self._verdict and numbers.steps - logged_step >= _REPEAT_AFTER_STEPS
+        text = f"{self._verdict}: {reason}"
+        if self._verdict != "not started" and (is_longer or is_new):
+            self._logged[self._verdict] = numbers.steps, numbers.overflow_streak
+            facts = {name: getattr(numbers, name) for name in ("steps", "loss_scale", "overflow_streak")}
+            log_event(self._verdict, f"lossscale, step {numbers.steps}: {text}", level, **facts)
+        return text + describe_spikes(guard)
+
+
+def log_event(event: str, text: str, level: str = "warning", **facts: Any) -> None:
+    """Log a line on the logger of this library.
+
+    Args:
+        event: The attribute `event` of the log record.
+        text: The line.
+        level: The name of the level in lower case.
+        facts: Further attributes of the log record.
+    """
+    import logging  # most processes log nothing, and it would add a twentieth to the time of importing the core
+
+    getattr(logging.getLogger("lossscale"), level)(text, extra={"event": event, **facts})
