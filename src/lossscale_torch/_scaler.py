@@ -17,7 +17,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lossscale_core import DynamicScaling, NoScaling, PolicyLike, ScalingPolicy, SpikeGuard, diagnose, metrics
+from lossscale_core import DynamicScaling, NoScaling, PolicyLike, ScalingPolicy, SpikeGuard, metrics
 from lossscale_core.adapters import BAD_LOSS, check_setting, shown, tree, warn_caller
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._checkpoint import DEFAULTS, checked_scale, policy_of, policy_setting, restored, saved
@@ -724,10 +724,9 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         """Describe the condition of the run in one or two sentences; see `lossscale_core.diagnose`. Synchronises."""
         if not self._enabled:
             return "disabled: losses and gradients are left alone."
-        state = self._watch.log(self.policy, self._state.on_host())
         guards = self._guard.states() if self._guard is not None else []
         worst = max(guards, key=lambda guard: (guard.streak, guard.spikes), default=None)
-        answer = diagnose(self.policy, state, guard=worst)
+        answer = self._watch.diagnose(self.policy, self._state.on_host(), worst)
         if self._watch.has_bad_loss:
             answer += f" In the last step {BAD_LOSS}."
         if self._watch.without_gradients:

@@ -1,13 +1,13 @@
 """`Watch`: the log of a run, warnings about steps that lose something, and the error of a streak of overflows."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale_core import BaseScaling, ScaleState, ScaleWatch, ScalingPolicy
+from lossscale_core import BaseScaling, GuardState, ScaleState, ScaleWatch, ScalingPolicy
 from lossscale_core.adapters import BAD_LOSS, check_overflow_streak, log_event, shown_number, warn_caller
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import params_of
@@ -19,8 +19,6 @@ from lossscale_torch.hooks import Hook
 if TYPE_CHECKING:
     from lossscale_torch._extras._attempts import Tries
     from lossscale_torch._scaler import GradScaler
-
-State = TypeVar("State", bound=ScaleState)
 
 CHECK_EVERY = 32
 """Updates between two looks at the state; a look takes about as long as an update."""
@@ -134,13 +132,18 @@ class Watch(Hook):
     def _log_late(self, scaler: "GradScaler", fields: DeviceFields, numbers: list[float]) -> None:
         self.log(scaler.policy, fields.with_numbers(numbers[:-2], *numbers[-2:]))
 
-    def log(self, policy: ScalingPolicy, state: State) -> State:
-        """Log the events of a state on the host that counts the attempts of a step as one, and return this state."""
-        if self.retries:
-            steps, skipped = (type(n)(max(n - self.retries, 0)) for n in (state.steps, state.skipped_steps))
-            state = state._replace(steps=steps, skipped_steps=skipped)
-        self._watch.log(policy, state)
-        return state
+    def log(self, policy: ScalingPolicy, state: ScaleState) -> None:
+        """Log the events of a state on the host."""
+        self._watch.log(policy, self._without_retries(state))
+
+    def diagnose(self, policy: ScalingPolicy, state: ScaleState, guard: GuardState | None) -> str:
+        """Log the events of a state on the host, and return the diagnosis."""
+        return self._watch.diagnose(policy, self._without_retries(state), guard=guard)
+
+    def _without_retries(self, state: ScaleState) -> ScaleState:
+        """Return a state that counts the attempts of a step as one."""
+        steps, skipped = (type(n)(max(n - self.retries, 0)) for n in (state.steps, state.skipped_steps))
+        return state._replace(steps=steps, skipped_steps=skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of attempts that the state counts and this watch does not, if there are any."""
@@ -148,7 +151,7 @@ class Watch(Hook):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Leave out the attempts of the saved run, which this scaler continues."""
-        self.is_new, self._late = False, None
+        self.is_new, self._late, self._watch = False, None, ScaleWatch()
         retries = state_dict.get("retries")
         self.retries = retries if type(retries) is int and retries > 0 else 0
 
