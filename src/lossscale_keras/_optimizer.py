@@ -383,8 +383,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Synchronises with the host.
         """
-        states = self._read_and_log()
-        return core.diagnose(self.policy, states.scale, guard=states.guard)
+        states = self._read(on_host=True)
+        return self._watch.diagnose(self.policy, states.scale, guard=states.guard)
 
     def check_overflow_streak(self) -> None:
         """Log events and raise the errors of limits that are reached. Synchronises with the host.
@@ -428,6 +428,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.guard is None and saved.get("guard"):
             adapters.warn_caller("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning)
         self._last.assign(LastStep())
+        self._watch = core.ScaleWatch()
 
     def get_config(self) -> dict[str, Any]:
         """Return the config for `from_config`, without the running state: strings, numbers and dicts of them.

@@ -42,7 +42,7 @@ def _run(optimizer, losses):
 def test_eager_steps_are_logged(make, caplog):
     """They read the state anyway: the verdicts at the steps that change them, and once."""
     _run(make(), [NAN] * 30)
-    assert _events(caplog) == [("calibrating", 1), ("stuck at min_scale", 10)]
+    assert _events(caplog) == [("calibrating", 1), ("stuck at min_scale", 14)]
     assert "NaN or infinity in the inputs, the forward pass and the loss" in caplog.text
 
 

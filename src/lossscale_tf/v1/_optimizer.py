@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lossscale_core import ScaleState, ScalingPolicy, StepInfo, diagnose, metrics, state_from_dict, state_to_dict
+from lossscale_core import ScaleState, ScalingPolicy, StepInfo, metrics, state_from_dict, state_to_dict
 from lossscale_core.adapters import check_overflow_streak, require_pairs, shown, warn_caller
 from lossscale_tf._documented import policy_of, require_policy_or_number, scales_already
 from lossscale_tf._marks import mark_gradient, origins
@@ -89,7 +89,7 @@ class LossScaleOptimizer(_Optimizer):
 
         Synchronises with the host.
         """
-        return diagnose(self.policy, self._read_and_log())
+        return self._step.watch.diagnose(self.policy, self._step.state.read_on_host())
 
     def check_overflow_streak(self) -> None:
         """Log events and raise errors as every eager step does; for steps that a `tf.function` takes.
