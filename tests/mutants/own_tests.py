@@ -24,7 +24,8 @@ TESTS = {
         _messages errors: mistakes policy_settings config report
         _step: conformance guard conformance/guards_across_frameworks
         adapters __init__: import mistakes testing
-        *: watch runs report
+        _reports _diagnosis _outcome: report runs
+        *: watch
     """,
     "lossscale_core.testing": """
         _check: check_policy own_policies
