@@ -128,13 +128,11 @@ class Recording:
 def _lock(path: Path) -> bool:
     """Return whether no other run has a file; then it belongs to this process and those that it forks, to their end."""
     if sys.platform == "win32":
-        try:
-            number = path.with_suffix(".pid")
-            number.unlink(missing_ok=True)  # fails while the process that opened it runs
-            os.write(os.open(number, os.O_WRONLY | os.O_CREAT | os.O_EXCL), str(os.getpid()).encode())
-        except (FileExistsError, PermissionError):
-            return False
-        return True
+        with contextlib.suppress(OSError):
+            path.with_suffix(".pid").unlink(missing_ok=True)  # fails while the process that opened it runs
+            os.write(os.open(path.with_suffix(".pid"), os.O_WRONLY | os.O_CREAT | os.O_EXCL), str(os.getpid()).encode())
+            return True
+        return False
     import fcntl
 
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)  # never closed: this would release the file

@@ -259,7 +259,7 @@ def tools_of_config(config: Mapping[str, Any]) -> list[str]:
 
     A tool of whose block the config has the keys is the only one: Megatron's `fp16` is a flag, and DeepSpeed's a block.
     """
-    if blocks := [name for name, tool in table().items() if isinstance(config.get(tool.get("block")), Mapping)]:
+    if blocks := [name for name, tool in table().items() if isinstance(config.get(tool.get("block", "")), Mapping)]:
         return blocks
     found = []
     for name, tool in table().items():

@@ -41,7 +41,7 @@ REFUSED = [
     ("twice_state.json", CHECKPOINT, b'{"scale": 8.0, "_growth_tracker": 1, "scale": 9.0}', "'scale' is there twice"),
     ("nested_state.json", CHECKPOINT, b'{"a":' * 800_000, "is not valid JSON"),
     ("line.csv", SIMULATE, b"step" + b"," * 10 * MIB, "has a line of more than 10000 characters"),
-    ("quote.csv", SIMULATE, b'step,scale,overflowed\n"' + b"0\n" * 200_000, "is not valid CSV"),
+    ("quote.csv", SIMULATE, b'step,scale,overflowed\n"' + b"0\n" * 200_000, "quote.csv holds no steps"),
     ("letters.csv", PLOT, GOOD + b"a,b,c\n", "row 3 is 'a,b,c'"),
     ("infinite.csv", SIMULATE, TITLES + b"inf,8.0,False\n", "row 2"),
     ("scalers.csv", PLOT, b"step,scale,overflowed,scaler\n" + b"0,8.0,False,1\n" * 10_000, "holds no steps"),
@@ -74,7 +74,7 @@ REFUSED = [
     ("odd.json", CHECKPOINT, ODD, "save these names: scale, _growth_tracker; pass --from TOOL"),
     ("odd.json", f"{CHECKPOINT} --from torch", ODD, "growth_tracker=inf"),
     ("bad.toml", "run --trace scale.txt {}", b"", "--trace scale.txt must end in .csv"),
-    ("bad.toml", "run --trace none/scale.csv {}", b"", "the folder none does not exist"),
+    ("bad.toml", "run --trace none/scale.csv {}", b"", "none/scale.csv: No such file or directory; make its folder"),
     # not a file
     ("folder.csv", SIMULATE, None, "folder.csv is a folder; pass a file in it"),
     ("none.csv", SIMULATE, None, "none.csv: No such file or directory; pass the path of a file that exists"),

@@ -1,8 +1,10 @@
 """Options, checks and texts that several subcommands use."""
 
 import contextlib
+import itertools
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any
 import click
 
 from lossscale_core import FixedScaling, ScalingPolicy, as_policy
+from lossscale_core.adapters import shown
 
+_MOST_PARTS = 2**22
 FILE = click.Path(path_type=Path)
 PICTURES = (".png", ".pdf", ".svg")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
@@ -35,8 +39,21 @@ def say(line: str) -> None:
 
 
 def print_json(content: Any) -> None:
-    """Print the result of a subcommand as one JSON value."""
-    click.echo(json.dumps(content, indent=2))
+    """Print the result of a subcommand as one JSON value; what JSON does not have, such as a set, becomes text."""
+    # Written in parts: a small file may hold a list that contains the same list twice at any number of levels.
+    encoder = json.JSONEncoder(indent=2, skipkeys=True, check_circular=False, default=_to_plain)
+    parts = encoder.iterencode(content)
+    sys.stdout.writelines(itertools.islice(parts, _MOST_PARTS))
+    click.echo()
+    if next(parts, None) is not None:
+        raise click.UsageError(f"the result has more than {_MOST_PARTS} parts and was cut; pass a part of the file")
+
+
+def _to_plain(value: Any) -> Any:
+    with contextlib.suppress(Exception):  # of any method of an object that is no array
+        if value.nbytes <= 2**16:
+            return value.tolist()
+    return shown(value)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -1,6 +1,5 @@
 """Traces: the CSV files that `lossscale run --trace` and the demo write."""
 
-import csv
 import io
 from array import array
 from collections.abc import Iterator
@@ -55,7 +54,7 @@ def read_trace(path: Path) -> Trace:
             has = shown_names(titles) or "nothing"
             raise click.UsageError(f"{path} has no column {missing[0]}; it has {has}; add it")
         places = [titles.index(name) if name in titles else None for name in CSV_COLUMNS]
-        for number, line in enumerate(filter(None, lines), 2):
+        for number, line in enumerate(filter(any, lines), 2):
             if len(line) < len(titles):
                 cut.append(number)
                 continue
@@ -82,19 +81,12 @@ def read_trace(path: Path) -> Trace:
 
 
 def _rows(path: Path, text: TextIO) -> Iterator[list[str]]:
-    """Yield the cells of each line."""
-    try:
-        yield from csv.reader(_whole_lines(path, text))
-    except csv.Error as error:  # of a quotation mark that opens a cell without an end
-        raise click.UsageError(f"{path} is not valid CSV: {error}; pass a trace") from error
-
-
-def _whole_lines(path: Path, text: TextIO) -> Iterator[str]:
-    """Yield the lines of a file, and only the first cell of a line without an end, which may have been cut."""
+    """Yield the cells of each line, and only the first cell of a line without an end, which may have been cut."""
     while line := text.readline(_LONGEST_LINE):
         if len(line) == _LONGEST_LINE and not line.endswith("\n"):
             raise click.UsageError(f"{path} has a line of more than {_LONGEST_LINE} characters; pass a trace")
-        yield line if line.endswith("\n") else line.partition(",")[0]
+        cells = line.strip().replace('"', "").split(",")
+        yield cells if line.endswith("\n") else cells[:1]
 
 
 def _is_counted(applied: Any, overflowed: Any) -> Any:

@@ -1,6 +1,5 @@
 """The subcommand `lossscale checkpoint`: the scalers in a checkpoint file, as JSON."""
 
-import json
 import zipfile
 from collections import deque
 from collections.abc import Mapping
@@ -12,7 +11,6 @@ import click
 from lossscale.cli._shared import FILE, example, print_json, say, warnings_as_lines
 from lossscale.other_tools import state_from_tool, tools_of_checkpoint
 from lossscale_core import (
-    BaseScaling,
     ScalingPolicy,
     diagnose,
     load_policy,
@@ -20,7 +18,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.adapters import TORCH_KEYS, read_torch_keys, shown, shown_names, warn_caller
+from lossscale_core.adapters import read_torch_keys, shown, shown_names
 from lossscale_core.errors import CheckpointError
 from lossscale_core.files import open_file, read_data
 
@@ -58,14 +56,11 @@ def _state(place: str, saved: Mapping[str, Any], tool: str | None, policy: Scali
     with warnings_as_lines():
         if tool is None and "version" in saved:  # which no other tool saves in the dict of its scaler
             own = read_torch_keys(saved)
+            entries = saved if policy is None else own  # another policy contradicts torch's keys
             policy = policy_from_dict(own["policy"]) if policy is None and "policy" in own else policy
             state = state_from_dict(own, policy)
             say(f"{place}: a state of this library{'' if policy is None else f'; {diagnose(policy, state)}'}")
-            ours, rule = state_to_dict(state, policy), policy and BaseScaling.of(policy)
-            torchs = {
-                key: ours.get(name, getattr(rule, name, saved[key])) for key, name in TORCH_KEYS.items() if key in saved
-            }
-            return {**_as_json({**saved, **own}), **torchs, **ours}
+            return {**entries, **state_to_dict(state, policy)}
         names = [tool] if tool is not None else tools_of_checkpoint(saved)
         if len(names) != 1:
             which = f"{', '.join(names)} save" if names else "no known tool saves"
@@ -73,23 +68,6 @@ def _state(place: str, saved: Mapping[str, Any], tool: str | None, policy: Scali
         state = state_from_tool(names[0], saved, policy)
     say(f"{place}: the scaler of {names[0]}")
     return state_to_dict(state, policy)
-
-
-def _as_json(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that JSON can hold, and warn of the others."""
-    kept: dict[str, Any] = {}
-    encoder = json.JSONEncoder(default=lambda value: value.tolist() if value.numel() <= _MOST_DICTS else value)
-    for name, value in entries.items():
-        try:
-            text = ""
-            for part in encoder.iterencode({name: value}):  # endless if a list is shared often
-                text += part
-                if len(text) > _MOST_PICKLED:
-                    raise ValueError("the text is too long")
-            kept |= json.loads(text)
-        except Exception:  # of the methods of any object
-            warn_caller(f"the entry {shown(name)} is left out, since JSON cannot hold {shown(value)}")
-    return kept
 
 
 def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -130,17 +108,14 @@ def _read_archive(path: Path) -> Any:
 
     with open_file(path, "archive", CheckpointError) as file:
         try:
-            with zipfile.ZipFile(file) as archive:
-                parts = archive.infolist()
-                # What torch.save writes is stored as it is. A compressed part may be of any size.
-                if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-                    raise ValueError("a part is compressed")
-                pickles = [part for part in parts if part.filename.endswith(".pkl")]
-                if sum(part.file_size for part in pickles) > _MOST_PICKLED:
-                    raise ValueError(f"more than {_MOST_PICKLED} bytes of pickles; save the scaler by itself")
-                # torch.load calls this class with any number, and then it is zeros of that size.
-                if any(b"bytearray" in archive.read(part) for part in pickles):
-                    raise ValueError("a bytearray")
+            archive = zipfile.ZipFile(file)
+            pickles = [part for part in archive.infolist() if part.filename.endswith(".pkl")]
+            is_large = sum(part.file_size for part in pickles) > _MOST_PICKLED
+            # What torch.save writes is stored as it is. A compressed part may be of any size, and so may a bytearray.
+            is_odd = any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
+            if is_large or is_odd or any(b"bytearray" in archive.read(part) for part in pickles):
+                most = f"more than {_MOST_PICKLED} bytes of pickles, compressed parts or bytearrays"
+                raise ValueError(f"it has {most}; save the scaler by itself")
             file.seek(0)
             names = get_unsafe_globals_in_checkpoint(file)
             file.seek(0)

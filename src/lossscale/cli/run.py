@@ -28,8 +28,6 @@ def command(policy: str | None, trace: Path | None, is_module: bool, program: tu
     scaling = None if policy is None else typed_policy(policy)
     if trace is not None and trace.suffix.lower() != ".csv":
         raise click.UsageError(f"--trace {trace} must end in .csv; pass such a name")
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise click.UsageError(f"--trace {trace}: the folder {trace.parent} does not exist; create it first")
     if not is_module and not Path(program[0]).is_file():
         raise click.UsageError(f"{program[0]} is not a script; pass the path of one, or -m and the name of a module")
     for option, value in (("--policy", policy), ("--trace", trace)):
