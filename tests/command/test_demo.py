@@ -26,9 +26,8 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     assert exact.accuracy > 0.97
     assert abs(dynamic.accuracy - exact.accuracy) <= 0.01
     assert unscaled.accuracy <= exact.accuracy - 0.10
-    assert unscaled.flushed > 0.5
-    assert dynamic.flushed < 0.01
-    assert exact.flushed == 0.0
+    assert unscaled.zero > 0.9
+    assert abs(dynamic.zero - exact.zero) < 0.1
 
 
 def test_the_demo_does_not_overstate_its_case():
@@ -37,14 +36,6 @@ def test_the_demo_does_not_overstate_its_case():
     assert _train("float16, fixed 64").accuracy > 0.97
     assert _train("float16, fixed 64", 1e-6).accuracy < 0.8
     assert _train("float16, dynamic", 1e-6).accuracy > 0.97
-
-
-def test_what_overflowed_is_known_from_float32():
-    """The trace has the largest gradient of each skipped step as it is without float16's limits."""
-    policy = DynamicScaling(init_scale=2.0**47, max_scale=2.0**48)
-    _, _, skipped, largest = train(policy, "float16", 1e-5, 0, 4).steps
-    assert skipped.all()
-    assert largest.tolist() == pytest.approx([1.3516e-06, 1.3026e-06, 1.2743e-06, 1.3978e-06], rel=1e-3)
 
 
 @pytest.fixture

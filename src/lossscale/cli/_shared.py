@@ -15,7 +15,7 @@ import click
 from lossscale_core import FixedScaling, ScalingPolicy, as_policy
 from lossscale_core.adapters import shown
 
-_MOST_PARTS = 2**22
+_MOST_PARTS = 2**19
 FILE = click.Path(path_type=Path)
 PICTURES = (".png", ".pdf", ".svg")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")

@@ -46,13 +46,13 @@ def command(policy_file: Path | None, weight: float, seed: int, steps: int, out:
     with click.progressbar(jobs, label="training", file=terminal) as bar:
         for (name, (dtype, scaling)), each in bar:
             runs[name][each] = train(scaling, dtype, each, seed, steps)
-    rows = [("regime", "accuracy", "flushed", "skipped", "scale")]
+    rows = [("regime", "accuracy", "zero", "skipped", "scale")]
     for name, run in ((name, of_weight[weight]) for name, of_weight in runs.items()):
         skipped, scale = str(int(run.steps[2].sum())), shown_number(run.final_scale)
-        rows.append((name, f"{run.accuracy:.1%}", f"{run.flushed:.1%}", skipped, scale))
+        rows.append((name, f"{run.accuracy:.1%}", f"{run.zero:.1%}", skipped, scale))
     say(f"Digits in float16: loss x {weight:g}, {steps} steps, seed {seed}")
     print_table(rows)
-    say("accuracy on test images; flushed: gradient elements lost to zero; skipped: steps that overflowed")
+    say("accuracy on test images; zero: gradient elements that are zero; skipped: steps that overflowed")
     trace = [
         (step, scale, skipped == 0.0, skipped == 1.0, False, None, largest, 0)
         for step, (_, scale, skipped, largest) in enumerate(runs[name][weight].steps.T.tolist())
