@@ -174,8 +174,11 @@ def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{shown(saved)} is not a saved state; {_HINT}")
     if "version" not in saved:
+        kinds = {"version", "loss_scale"}, TORCH_KEYS.keys()
         parts = [
-            key for key, part in saved.items() if isinstance(part, Mapping) and {"version", "loss_scale"} <= {*part}
+            key
+            for key, part in saved.items()
+            if isinstance(part, Mapping) and any(kind <= part.keys() for kind in kinds)
         ]
         part = f"its part {shown(parts[0])}" if parts else "a dict that state_to_dict returned"
         raise CheckpointError(

@@ -121,7 +121,11 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
         )
     if "version" not in given:
         if missing := [name for name in TORCH_KEYS if name not in given]:
-            raise _MissingKeyError(_not_torchs(given, missing))
+            try:
+                state_from_dict(given)
+            except CheckpointError as error:
+                lacks = f"load_state_dict() was given a dict without {shown_names(missing)}"
+                raise _MissingKeyError(f"{lacks}: {error}") from None
         ours, rule = state_to_dict(policy.init_state(), policy), _torchs_rule(given)
         if follows:
             ours["policy"] = {"kind": "dynamic", **rule}
@@ -143,21 +147,6 @@ class _MissingKeyError(CheckpointError, KeyError):
     """The `KeyError` of torch's scaler for another dict, in a sentence."""
 
     __str__ = Exception.__str__  # that of `KeyError` is a repr
-
-
-def _not_torchs(given: Mapping[Any, Any], missing: list[str]) -> str:
-    """Return the sentence about a dict that no scaler has saved."""
-    hint = (
-        "pass what scaler.state_dict() returned, or for one of another tool, such as deepspeed or apex, "
-        "state_to_dict(lossscale.state_from_tool('deepspeed', saved))"
-    )
-    for key, part in given.items():
-        if isinstance(part, Mapping) and ("version" in part or part.keys() >= {*TORCH_KEYS}):
-            hint = f"pass its part {shown(key)}"
-    return (
-        f"load_state_dict() was given a dict of {shown_names(given)}, which is not the saved state of a scaler; it "
-        f"lacks {shown_names(missing)}; {hint}"
-    )
 
 
 def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> float | torch.Tensor:

@@ -1,6 +1,7 @@
 """A report on the parameters with gradients that overflowed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,19 +41,14 @@ def overflow_report(
     return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=count)
 
 
-def pairs(named_parameters: object, caller: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield each pair of a name and a parameter; raise `TypeError` for what is not one."""
-    if isinstance(named_parameters, Module) or not isinstance(named_parameters, Iterable):
-        raise _refusal(type(named_parameters).__name__, caller)
-    for pair in named_parameters:
-        match pair:
-            case (name, Tensor() as param):
-                yield name, param
-            case _:
-                raise _refusal(f"an iterable of {type(pair).__name__}", caller)
-
-
-def _refusal(kind: str, caller: str) -> TypeError:
-    return TypeError(
-        f"{caller} was given {kind}; it takes pairs of a name and a parameter; pass model.named_parameters()"
-    )
+def pairs(named_parameters: object, caller: str) -> list[tuple[str, Tensor]]:
+    """Return the pairs of a name and a parameter; raise `TypeError` for what does not hold them."""
+    is_module = isinstance(named_parameters, Module) or not isinstance(named_parameters, Iterable)
+    listed: list[Any] = [named_parameters] if is_module else [*named_parameters]  # type: ignore[misc]  # is iterable
+    for pair in listed:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+            given = type(pair).__name__ if is_module else f"an iterable of {type(pair).__name__}"
+            raise TypeError(
+                f"{caller} was given {given}; it takes pairs of a name and a parameter; pass model.named_parameters()"
+            )
+    return listed

@@ -58,11 +58,8 @@ class ScalerState:
     def _get_tracker(self) -> Tensor | None:
         if self._tracker is None and self._scale is not None:
             with torch.inference_mode(False):
-                self._tracker = torch.full((), self._get_init_tracker(), dtype=torch.int32)
+                self._tracker = torch.full((), self.init_tracker, dtype=torch.int32)
         return self._tracker
-
-    def _get_init_tracker(self) -> int:
-        return 0 if isinstance(self.fields, DeviceFields) else int(self.fields[1])
 
     def _set_init_tracker(self, count: int) -> None:
         if not isinstance(self.fields, DeviceFields):
@@ -70,7 +67,7 @@ class ScalerState:
 
     scale = property(operator.attrgetter("_scale"), _replace_scale)
     tracker = property(_get_tracker, lambda self, tensor: setattr(self, "_tracker", tensor))
-    init_tracker = property(_get_init_tracker, _set_init_tracker)
+    init_tracker = property(lambda self: 0 if self.is_on_device() else int(self.fields[1]), _set_init_tracker)
     """The count of the policy's state, of which torch's tensor is made."""
 
     def place(self, device: torch.device | str) -> None:

@@ -1,6 +1,6 @@
 """The five verbs on tensors: `init_state`, `scale`, `all_finite`, `unscale`, `select`."""
 
-from typing import Any, Protocol, TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -21,14 +21,6 @@ Tree = TypeVar("Tree")
 """A tensor, a number, or a nested structure of them, which is returned with the same structure."""
 
 
-class HasLossScale(Protocol):
-    """The part of a policy's state that scaling and unscaling need."""
-
-    @property
-    def loss_scale(self) -> Any:
-        """float32, shape `()`."""
-
-
 def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) -> ScaleState[torch.Tensor]:
     """Return the state before the first step under a policy. Does not synchronise.
 
@@ -44,10 +36,10 @@ def init_state(policy: PolicyLike, *, device: torch.device | str | None = None) 
 
 
 @overload
-def scale(loss: float | Tensor, state: HasLossScale) -> Tensor: ...
+def scale(loss: float | Tensor, state: ScaleState) -> Tensor: ...
 @overload
-def scale(loss: Tree, state: HasLossScale) -> Tree: ...
-def scale(loss: Any, state: HasLossScale) -> Any:
+def scale(loss: Tree, state: ScaleState) -> Tree: ...
+def scale(loss: Any, state: ScaleState) -> Any:
     """Return `loss` times the loss scale: call `.backward()` on the result. Differentiable; does not synchronise.
 
     float16, bfloat16 and float8 are converted to float32 first, because a scale of 2**16 is infinite in float16.
@@ -90,7 +82,7 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     return reduce_max(overflow, [process_group] if process_group is not None else []) == 0
 
 
-def unscale(grads: Tree, state: HasLossScale) -> Tree:
+def unscale(grads: Tree, state: ScaleState) -> Tree:
     """Return `grads` divided by the loss scale, as new tensors. Does not synchronise.
 
     Args:

@@ -6,7 +6,7 @@
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,21 +98,16 @@ class Guard(Hook):
     def __init__(self, rule: SpikeGuard, loaded: Iterable[GuardState] = ()) -> None:
         check_guard(rule)
         self.rule, self._loaded = rule, list(loaded)
-        self._states: dict[int, GuardState] = {}
-        """The states by the ids of the optimizers."""
-        self._owners: dict[int, Callable[[], Optimizer | None]] = {}
-        """References to the optimizers, since a new one may get the id of a deleted one."""
-        self._proposed: dict[int, tuple[Tensor, GuardState]] = {}
+        self._states: weakref.WeakKeyDictionary[Optimizer, GuardState] = weakref.WeakKeyDictionary()
+        self._proposed: dict[Optimizer, tuple[Tensor, GuardState]] = {}
         """The norm of each optimizer in this step, and its state if the norm is to be remembered."""
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> Tensor | None:
         """Refuse the step if its norm is a spike. Synchronises for an ordinary optimizer."""
-        key, norm = id(step.optimizer), step.norm
+        key, norm = step.optimizer, step.norm
         if norm is None:  # there are no gradients
             return None
-        self._forget_deleted()
         if key not in self._states:
-            self._owners[key] = _reference(step.optimizer)
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
         state = self._states[key]
         is_on_device = isinstance(state.mean, Tensor)  # where it stays
@@ -151,7 +146,7 @@ class Guard(Hook):
         proposed, self._proposed = self._proposed, {}
         on_host = []
         for key, (norm, after) in proposed.items():
-            state, flags = self._states[key], scaler._steps[key].flags
+            state, flags = self._states[key], scaler._steps[id(key)].flags
             if SPIKE not in flags:  # the record was replaced
                 continue
             # After an overflow there is nothing to remember: the norm was not finite.
@@ -172,19 +167,12 @@ class Guard(Hook):
         """Remember nothing of a step that was not decided."""
         self._proposed = {}
 
-    def _forget_deleted(self) -> None:
-        """Drop the states of optimizers that were deleted."""
-        for key in [key for key, owner in self._owners.items() if owner() is None]:
-            del self._owners[key], self._states[key]
-
     def first(self) -> GuardState | None:
         """Return the state of the first optimizer, where it is. Does not synchronise."""
-        self._forget_deleted()
         return next(iter([*self._states.values(), *self._loaded]), None)
 
     def states(self) -> list[GuardState]:
         """Return the state of each optimizer on the host. Synchronises if on a device."""
-        self._forget_deleted()
         start = self.rule.init_state()
         return [
             GuardState(*(type(first)(float(value)) for first, value in zip(start, state, strict=True)))
@@ -202,7 +190,6 @@ class Guard(Hook):
         entry, version = state_dict.get("guard"), state_dict.get("version", 1)
         entries = entry if isinstance(entry, list | tuple) else [entry]
         loaded = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
-        self._forget_deleted()
         for key, state in self._states.items():
             after = loaded.pop(0) if loaded else self.rule.init_state()
             if not isinstance(state.mean, Tensor):
@@ -215,14 +202,6 @@ class Guard(Hook):
 
     def __reduce__(self) -> Any:
         return Guard, (self.rule, self.states())
-
-
-def _reference(optimizer: Optimizer) -> Callable[[], Optimizer | None]:
-    """Return a function that returns an optimizer until it is deleted; one without weak references is kept."""
-    try:
-        return weakref.ref(optimizer)
-    except TypeError:
-        return lambda: optimizer
 
 
 class Protect(Hook):

@@ -309,14 +309,13 @@ def _deepspeed():
     return {"cur_scale": 4096.0, "cur_iter": 3, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
 
 
-LACKS = "model, optimizer, scaler, which is not the saved state ... it lacks scale, ... ; pass its part 'scaler'"
-OURS = "pass what scaler.state_dict() returned"
-TOOLS = "such as deepspeed or apex, state_to_dict(lossscale.state_from_tool("
+LACKS = "has no version, but model, optimizer, scaler; pass its part 'scaler'"
+TOOLS = "if another tool such as torch saved it, lossscale.state_from_tool("
 NOT_OURS = {
     "a whole checkpoint": (lambda: {"model": {}, "optimizer": _sgd().state_dict(), "scaler": TORCHS}, LACKS),
-    "an optimizer's": (lambda: _sgd().state_dict(), f"state, param_groups ... {OURS}"),
+    "an optimizer's": (lambda: _sgd().state_dict(), f"state, param_groups; ... {TOOLS}"),
     "apex'": (_apex, TOOLS),
-    "DeepSpeed's": (_deepspeed, f"{TOOLS}'deepspeed', saved))"),
+    "DeepSpeed's": (_deepspeed, TOOLS),
 }
 
 
@@ -326,7 +325,7 @@ def test_a_dict_that_no_scaler_saved_is_named(make, words):
     with pytest.raises(KeyError) as caught:
         GradScaler("cpu").load_state_dict(make())
     assert isinstance(caught.value, CheckpointError)
-    assert _said(str(caught.value), f"load_state_dict() was given a dict of ... {words}"), str(caught.value)
+    assert _said(str(caught.value), f"load_state_dict() was given ... {words}"), str(caught.value)
     if tool := {_apex: "apex", _deepspeed: "deepspeed"}.get(make):  # the remedy works
         scaler = GradScaler("cpu")
         scaler.load_state_dict(state_to_dict(state_from_tool(tool, make())))
