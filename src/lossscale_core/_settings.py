@@ -105,7 +105,6 @@ _ARGUMENTS = {
     "max_norm": _MAX_NORM,  # 0 makes all gradients zero in torch and optax; in Keras it does not clip
     "global_clipnorm": dataclasses.replace(_MAX_NORM, text="a positive number", minimum=float(np.nextafter(0.0, 1.0))),
     "retries": dataclasses.replace(COUNT_OR_ZERO, hint="pass 8, or 0 for one try"),
-    "updates_per_step": dataclasses.replace(COUNT, hint="pass 1 for one update at the end of each step"),
     "accumulation_steps": dataclasses.replace(COUNT, hint="pass 1, or leave it out, for a step after each batch"),
     "every_n_batches": dataclasses.replace(COUNT_OR_NONE, hint="leave it out for epochs only"),
 }
@@ -117,8 +116,7 @@ def check_setting(name: str, value: Any) -> Any:
 
     Args:
         name: A setting of the library's policies, such as `"growth_interval"`, or an argument of the adapters:
-            `"max_norm"`, `"global_clipnorm"`, `"retries"`, `"updates_per_step"`, `"accumulation_steps"` or
-            `"every_n_batches"`.
+            `"max_norm"`, `"global_clipnorm"`, `"retries"`, `"accumulation_steps"` or `"every_n_batches"`.
         value: Any value.
 
     Returns:

@@ -17,8 +17,8 @@ from torch._C import _are_functorch_transforms_active
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lossscale_core import DynamicScaling, NoScaling, PolicyLike, ScalingPolicy, SpikeGuard, metrics
-from lossscale_core.adapters import BAD_LOSS, check_setting, shown, tree, warn_caller
+from lossscale_core import DynamicScaling, NoScaling, PolicyLike, ScaleState, ScalingPolicy, SpikeGuard, metrics
+from lossscale_core.adapters import BAD_LOSS, shown, tree, warn_caller
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._checkpoint import DEFAULTS, checked_scale, policy_of, policy_setting, restored, saved
 from lossscale_torch._clip import clip, total_norm
@@ -50,7 +50,7 @@ from lossscale_torch._state import ScalerState, is_capturing
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
 from lossscale_torch._watch import UNFINISHED, Watch
-from lossscale_torch.hooks import Hook, Protect, SameOnRanks, require_hooks
+from lossscale_torch.hooks import Hook, Protect, SameOnRanks, Waiting, require_hooks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,8 +107,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         guard: A `SpikeGuard`, which skips the step of an optimizer if its norm is far above its norms before; the loss
             scale and its counters stay.
         protect: The modules to protect: a skipped step leaves their buffers unchanged, such as BatchNorm's statistics.
-        updates_per_step: How many calls of `update` end a step, for loops that make one after each of several
-            optimizers that share a loss, as Accelerate does; until the last of them, scale and records are kept.
+        optimizers: Optimizers whose gradients may wait over an `update`: they step at different batches, or each before
+            an update of its own, as under Accelerate and Lightning. If the scale changes, these gradients follow it.
         hooks: Objects of `lossscale_torch.hooks.Hook`. Ranks that decide together must have the same hooks.
 
     Raises:
@@ -144,11 +144,11 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         half_gradients: bool = False,
         guard: SpikeGuard | None = None,
         protect: Module | Iterable[Module] = (),
-        updates_per_step: int = 1,
+        optimizers: Iterable[Optimizer] = (),
         hooks: Sequence[Hook] = (),
     ) -> None:
         protects = isinstance(protect, Module) or bool(protect)  # a module may have a length of 0
-        options = {"policy": policy, "guard": guard, "protect": protects, "hooks": hooks}
+        options = {"policy": policy, "guard": guard, "protect": protects, "optimizers": optimizers, "hooks": hooks}
         enabled = _can_be_enabled(device, enabled, [name for name, value in options.items() if value])
         torchs = dict(zip(DEFAULTS, (init_scale, growth_factor, backoff_factor, growth_interval), strict=True))
         self._state = ScalerState(NoScaling().init_state())
@@ -158,20 +158,22 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         self._policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
         self._state.load(self._policy.init_state(), self._policy)
-        self._updates_per_step = check_setting("updates_per_step", updates_per_step)
-        self._loss_is_optional = False  # True after the warning about a step without a loss, and where none is scaled
+        self._waiting = Waiting(optimizers if enabled else ())
+        # True after the warning about a step without a loss, and where gradients wait or no loss is scaled.
+        self._loss_is_optional = bool(self._waiting.optimizers)
+        self._needs_new_loss = False  # True if a state was loaded since a loss was scaled
         self._half_gradients = half_gradients
         self._hooks, self._guard = require_hooks(hooks, guard)
         self._needs_norm = self._guard is not None or any(hook.needs_norm for hook in self._hooks)
-        self._protect = Protect(protect) if protects and enabled else None
+        self._undoing: list[Hook] = [self._waiting] if self._waiting.optimizers else []
+        if protects and enabled:
+            self._undoing.append(Protect(protect))
         self._ranks, self._watch = SameOnRanks(process_group, norm_group), Watch()
         self.last_step = StepInfo(False, self._init_scale, self._init_scale, 0)
         self._begin_step()
 
     def _begin_step(self) -> None:
         """Drop what belongs to the step before."""
-        self._updates = 0
-        self._new_scale: float | Tensor | None = None  # for the end of this step
         self._losses: list[Tensor | None] = []  # those of this step, for the cause of an overflow
         self._steps = OptimizerSteps(OptimizerStep)
 
@@ -404,7 +406,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             step["stage"], step.applied = STEPPED, False
 
     @not_compiled
-    def update(self, new_scale: float | Tensor | None = None, *, end_of_step: bool = False) -> StepInfo:  # type: ignore[override]  # torch's says None
+    def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
         """Update the loss scale after the steps since the last update, and return their outcome.
 
         From the first step of a fused optimizer on a device on, the fields of the result stay there until they are
@@ -415,7 +417,6 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element. One
                 beyond the policy's bounds is moved to them, with a warning if the host knows it. A tensor on a device
                 is not read; if it is NaN or not positive, the scale stays as it is.
-            end_of_step: With `updates_per_step`, end the step at this update, since no optimizer will follow.
 
         Returns:
             A `StepInfo`: `applied` is True if every optimizer's step was applied; `applied_of(optimizer)` says it for
@@ -428,20 +429,18 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
                 is known on the host.
         """
         if not self._enabled:
-            return self._update_disabled(end_of_step)
-        state, steps, has_record, may_read = self._state, self._steps.values(), False, False
+            return self._update_disabled()
+        records = self._waiting.leave_out(self._steps) if self._waiting.optimizers else self._steps
+        state, steps, has_record, may_read = self._state, records.values(), False, False
         for step in steps:
             has_record = has_record or step["stage"] is not READY or bool(step["found_inf_per_device"])
             may_read = may_read or step.kind is PLAIN
         if state.scale is None and (new_scale is not None or not has_record):
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            self._new_scale = checked_scale(new_scale, self._device, self.policy)
+            new_scale = checked_scale(new_scale, self._device, self.policy)
         elif not has_record:
             raise AssertionError("No inf checks were recorded prior to update.")
-        ends_step = end_of_step or not has_record or self._updates + 1 >= self._updates_per_step
-        new_scale = self._new_scale if ends_step else None  # until the step is whole, the scale stays
-
         info = None
         try:
             # Let the policy move the scale by the flags. While a graph is captured, its flags are not read.
@@ -449,25 +448,24 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             if may_read or not is_capturing() or not any(step.flags or step.may_have_moved for step in steps):
                 decision = state.decision(steps, may_read)
             had_gradients = bool(flags_of(steps, vetoes=False)) if decision is None else decision.had_gradients
-            outcome = state.advance(self.policy, steps, decision, had_gradients and ends_step and new_scale is None)
+            outcome = state.advance(self.policy, steps, decision, had_gradients and new_scale is None)
             applied, used, after, streak, overflowed, spiked = outcome
             if new_scale is not None:
                 after = state.change_scale(new_scale, self.policy)
 
             # Say for each optimizer, and for all of them, whether its step was applied.
             by_optimizer: dict[int, bool | Tensor] = {}
-            for key, step in self._steps.items():
+            for key, step in records.items():
                 if step["stage"] is STEPPED:
                     by_optimizer[key] = self._applied_by_flags(step, applied) if step.applied is None else step.applied
-                elif step["stage"] is UNSCALED and ends_step:
+                elif step["stage"] is UNSCALED:
                     by_optimizer[key] = False
                 if by_optimizer.get(key) is False:
                     applied = False
             info = StepInfo(applied, used, after, streak, overflowed, spiked, by_optimizer, had_gradients)
-            self.last_step, self._updates = info, self._updates + 1
+            self.last_step = info
         finally:
-            if ends_step or info is None:
-                self._end_step(info)
+            self._end_step(info)
         return info
 
     def attempts(self, *modules: Module, retries: int = 8, raise_at_end: bool = False) -> "Iterator[Attempt]":
@@ -485,8 +483,9 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
 
         The body is a whole step with all its micro-batches and one `update`; what follows an applied step stands after
         the loop. Before another try the buffers of the modules, the random states of Python, NumPy, the CPU and all
-        used devices are what they were, and the gradients of the optimizers that were stepped are None. A parameter has
-        not moved, since a skipped step changes nothing. Python attributes and generators of your own are not put back.
+        used devices are what they were, and the gradients of the optimizers that were stepped are None; those of
+        `optimizers=` are what they were before the first try, at the present scale. A parameter has not moved, since a
+        skipped step changes nothing. Python attributes and generators of your own are not put back.
 
         The loop ends when a step was applied, or skipped for another reason than an overflow; if the loss is NaN or
         infinite (with several ranks only with `process_group=` or sharded parameters, since each must take the same
@@ -519,7 +518,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
 
     def _note_loss(self, loss: Tensor) -> None:
         """Keep a loss that was scaled in this step, for the cause of an overflow, and note dropped gradients."""
-        is_captured = is_capturing()
+        self._needs_new_loss, is_captured = False, is_capturing()
         self._loss_is_optional = self._loss_is_optional or is_captured  # later steps may follow a replay
         if len(self._losses) < _MAX_LOSSES:
             kept = None
@@ -547,7 +546,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             if self._enabled and step["stage"] is STEPPED:
                 self._require_open(step, caller)
             return step
-        if self._state.scale is None or not (self._losses or self._loss_is_optional):
+        if self._state.scale is None or not (self._losses or (self._loss_is_optional and not self._needs_new_loss)):
             self._require_loss(optimizer, caller)
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
@@ -564,13 +563,17 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             self._lazy_init_scale_growth_tracker(next((param.device for param in params_of(optimizer)), self._device))
         elif self._state.scale is None:
             self._check_scale_growth_tracker(caller)
+        elif self._needs_new_loss:
+            raise CallOrderError(
+                f"{caller}() was given gradients of a step in which load_state_dict() has replaced the loss scale; "
+                "scale another loss, and call backward, before this step"
+            )
         elif self.last_step.by_optimizer is not None:
             self._loss_is_optional = True
             warn_caller(
                 "no loss was scaled since the last update(), so that gradients may be divided by a scale that their "
-                "loss was not multiplied by; pass each loss through scaler.scale(loss), or, if update() is called "
-                "after each of several optimizers that share a loss, make the scaler with updates_per_step=2, their "
-                "number"
+                "loss was not multiplied by; pass each loss through scaler.scale(loss), or, if gradients wait over an "
+                "update() for the step of their optimizer, make the scaler with optimizers=[first, second]"
             )
 
     def _require_open(self, step: OptimizerStep, caller: str) -> None:
@@ -587,11 +590,6 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         if step["stage"] is STEPPED:
             stepped = "step() has already been called since the last update()."
             what = "unscale_() is being called after step()." if unscales else stepped
-            if self._updates:
-                raise CallOrderError(
-                    f"{what} Of updates_per_step={self._updates_per_step} calls of update(), {self._updates} came; "
-                    "call it once for each optimizer, or end the step by update(end_of_step=True)"
-                )
             raise RuntimeError(f"{what}{_IF_INTERRUPTED}")
 
     def _unscale_grads_(
@@ -631,7 +629,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             return applied_by_all
         return step.is_allowed(self._scale.device)
 
-    def _update_disabled(self, end_of_step: bool) -> StepInfo:
+    def _update_disabled(self) -> StepInfo:
         """Return the outcome of a step that only `skip`, or a guarded optimizer by itself, can have left out."""
         applied: dict[int, bool | Tensor] = {}
         for key, step in self._steps.items():
@@ -639,16 +637,14 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             applied[key] = bool(step.applied) and (last.applied if isinstance(last, StepInfo) else True)
         all_applied = functools.reduce(operator.and_, applied.values(), True)
         self.last_step = StepInfo(all_applied, 1.0, 1.0, 0, by_optimizer=applied)
-        self._updates += 1
-        if end_of_step or not applied or self._updates >= self._updates_per_step:
-            self._begin_step()
+        self._begin_step()
         return self.last_step
 
     def _end_step(self, info: StepInfo | None) -> None:
         """End a step, of which nothing is known if `info` is None: undo, log, drop it, and raise the first error."""
         errors = []
         try:
-            for hook in [self._protect, *self._saved_hooks()] if self._protect else self._saved_hooks():
+            for hook in [*self._undoing, *self._saved_hooks()]:
                 try:
                     if info is not None:
                         hook.after_update(self, info)
@@ -767,7 +763,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
 
         A scaler without `policy=` takes over the checkpoint's factors and interval, as torch does. A scaler with
         `policy=` keeps its policy, and a `CheckpointWarning` names each difference. A state on a device is written in
-        place, so that a recorded graph continues from it.
+        place, so that a recorded graph continues from it. A step that has begun is dropped: the next `scale` begins
+        another one, and `step` raises `CallOrderError` before it.
 
         Raises:
             RuntimeError: torch's, for an empty dict.
@@ -777,9 +774,19 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         if not self._enabled:
             return
         policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
+        # Captured losses are None: each replay scales them again.
+        self._needs_new_loss |= bool(self._losses) and self._losses[-1] is not None
+        self._abandon()
         with self._loading(state_dict, self._saved_hooks()):
-            self._state.load(state, policy)
+            self._load(state, policy)
             self.policy = policy
+
+    def _load(self, state: ScaleState, policy: ScalingPolicy) -> None:
+        """Continue from a state; the gradients that wait follow its scale."""
+        before = self.get_scale() if self._waiting.optimizers and self._scale is not None else None
+        self._state.load(state, policy)
+        if before is not None:
+            self._waiting.rescale(self, state[0].item() / before)
 
     def _saved_hooks(self) -> list[Hook]:
         return [*self._hooks, *([self._guard] if self._guard is not None else []), self._watch]
@@ -808,16 +815,9 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         state: dict[str, Any] = super().__getstate__()  # raises within a step
         for name in ("_scale", "_growth_tracker", "_init_scale", "_init_growth_tracker"):
             state.pop(name, None)
-        names = ("_state", "_hooks", "_guard", "_protect", "_watch", "_ranks")
+        names = ("_state", "_hooks", "_guard", "_undoing", "_waiting", "_watch", "_ranks")
         own = copy.deepcopy({name: getattr(self, name) for name in names})
-        return {
-            **state,
-            **own,
-            "_steps": OptimizerSteps(OptimizerStep),
-            "_losses": [],
-            "_owners": {},
-            "_new_scale": None,
-        }
+        return {**state, **own, "_steps": OptimizerSteps(OptimizerStep), "_losses": []}
 
 
 def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:

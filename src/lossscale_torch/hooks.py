@@ -24,8 +24,20 @@ from lossscale_core.adapters import (
     warn_caller,
 )
 from lossscale_core.errors import PolicyError, SyncError
-from lossscale_torch._gradients import has_meshes, is_dtensor, params_of, reduce_max, to_device
-from lossscale_torch._record import PLAIN, SPIKE, VETO, OptimizerStep, combine, flags_of, kind_of, read_numbers
+from lossscale_torch._gradients import Gradients, has_meshes, is_dtensor, params_of, reduce_max, to_device
+from lossscale_torch._record import (
+    PLAIN,
+    READY,
+    SPIKE,
+    UNSCALED,
+    VETO,
+    OptimizerStep,
+    combine,
+    flags_of,
+    kind_of,
+    read_numbers,
+    require_optimizer,
+)
 from lossscale_torch._snapshots import Buffers
 from lossscale_torch._state import is_capturing, outside_graph
 from lossscale_torch._step_info import StepInfo
@@ -256,6 +268,58 @@ class Protect(Hook):
                 "state_dict() of this one"
             )
         return Protect, ((),)
+
+
+class Waiting(Hook):
+    """Keeps gradients that wait for a later step of their optimizer at the present loss scale."""
+
+    def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        self.optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        for optimizer in self.optimizers:
+            require_optimizer(optimizer, "GradScaler")
+
+    def leave_out(self, records: Mapping[int, OptimizerStep]) -> Mapping[int, OptimizerStep]:
+        """Return the records of an update: all but those of unscaled gradients that wait, if others took part."""
+        waiting = self._unscaled(records.values())
+        return {key: step for key, step in records.items() if step not in waiting} or records
+
+    def _unscaled(self, steps: Iterable[OptimizerStep]) -> list[OptimizerStep]:
+        groups = [optimizer.param_groups for optimizer in self.optimizers]  # a wrapper shares those of its optimizer
+        return [step for step in steps if step["stage"] is UNSCALED and _is_any(step.optimizer.param_groups, groups)]
+
+    @torch.no_grad()
+    def rescale(self, scaler: "GradScaler", factor: float | Tensor) -> None:
+        """Multiply scaled gradients that wait by a factor. Does not synchronise."""
+        if isinstance(factor, Tensor) or factor != 1.0:
+            groups = [step.optimizer.param_groups for step in scaler.optimizer_steps() if step["stage"] is not READY]
+            Gradients([each for each in self.optimizers if not _is_any(each.param_groups, groups)]).multiply_(factor)
+
+    def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
+        """Give all gradients that wait the new scale. Does not synchronise."""
+        self.rescale(scaler, info.loss_scale_after / info.loss_scale_used)
+        self.abandon(scaler)
+
+    @torch.no_grad()
+    def abandon(self, scaler: "GradScaler") -> None:
+        """Scale unscaled gradients again; an overflow that a joint clip has found will be found again."""
+        steps = self._unscaled(scaler.optimizer_steps())
+        Gradients([step.optimizer for step in steps]).multiply_(scaler._scale)
+        for step in steps:
+            step["stage"] = READY
+            is_finite = step.is_allowed(scaler._scale.device)
+            Gradients([step.optimizer]).multiply_(torch.where(is_finite, 1.0, math.inf))
+
+    def __reduce__(self) -> Any:
+        if self.optimizers:
+            warn_caller(
+                "a copy or a pickle of a scaler rescales no gradients; make a scaler with optimizers= and pass it the "
+                "state_dict() of this one"
+            )
+        return Waiting, ()
+
+
+def _is_any(groups: list[Any], of_others: list[list[Any]]) -> bool:
+    return any(groups is others for others in of_others)
 
 
 class _Callback:

@@ -196,7 +196,7 @@ class _Run(GradScaler):
         if not hasattr(self.loop, "step") or not hasattr(self.loop, "optimizer"):
             raise TypeError(f"build returned {self.loop!r}; return an object with step(batch) and optimizer")
         if protect := getattr(self.loop, "protect", ()):
-            self._protect = Protect(protect)  # the modules exist only now
+            self._undoing.append(Protect(protect))  # the modules exist only now
 
     def take_step(self, number: int, factor: float = 1.0) -> None:
         """Take a step of the loop with all losses times `factor`."""

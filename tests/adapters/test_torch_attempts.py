@@ -250,7 +250,7 @@ def test_a_step_that_no_lower_scale_saves_is_not_taken_again(settings, factor):
 
 
 @EITHER_KIND
-@pytest.mark.parametrize("how", ["alone", "joint", "updates each"])
+@pytest.mark.parametrize("how", ["alone", "joint"])
 def test_an_optimizer_that_was_applied_is_left_alone_in_later_tries(how, fused):
     """Each steps once for a batch; decided together, both move with the bits of the scale that fits.
 
@@ -261,17 +261,14 @@ def test_an_optimizer_that_was_applied_is_left_alone_in_later_tries(how, fused):
         params, optimizers = map(list, two(fused, lr=0.1, momentum=0.9))
         skipped, left_out = one(fused)
         policy = DynamicScaling(init_scale=init_scale, max_scale=2.0**60)
-        scaler = GradScaler("cpu", policy=policy, updates_per_step=1 + (how == "updates each"))
+        scaler = GradScaler("cpu", policy=policy)
         for attempt in scaler.attempts(retries=60):  # noqa: B007  # used after the loop
             scaler.scale(params[0].square().sum() * 1e-3 + params[1].sum() * 2.0**100 + skipped.sum()).backward()
             scaler.skip(left_out)
             if how == "joint":
                 scaler.unscale_and_clip_(optimizers, INF)
-            results = []
-            for each in optimizers:
-                results.append(scaler.step(each))
-                if how == "updates each" or each is optimizers[-1]:
-                    info = scaler.update()
+            results = [scaler.step(each) for each in optimizers]
+            info = scaler.update()
             assert how == "joint" or info.applied_of(optimizers[0])
         assert results[0] is None
         assert attempt.info is scaler.last_step
@@ -350,17 +347,16 @@ def test_a_buffer_that_the_first_forward_pass_resizes_in_place(mode, length):
 
 
 NOT_ONE_STEP = [
-    (0, 1, 1, r"ended 0 steps by update\(\) and must end one; .*with Accelerate, all bodies of accumulate"),
-    (0, 1, 2, r"ended 0 steps by update\(\), of updates_per_step=2 calls each, and must"),
-    (2, 1, 1, "ended 2 steps"),
-    (1, 2, 1, "inside a loop over attempts"),
+    (0, 1, r"ended 0 steps by update\(\) and must end one; .*with Accelerate, all bodies of accumulate"),
+    (2, 1, "ended 2 steps"),
+    (1, 2, "inside a loop over attempts"),
 ]
 
 
-@pytest.mark.parametrize(("updates", "depth", "of_a_step", "sentence"), NOT_ONE_STEP)
-def test_a_body_that_is_not_one_step(updates, depth, of_a_step, sentence):
+@pytest.mark.parametrize(("updates", "depth", "sentence"), NOT_ONE_STEP)
+def test_a_body_that_is_not_one_step(updates, depth, sentence):
     """No update, two, and a loop within a loop."""
-    loop = Loop(updates_per_step=of_a_step)
+    loop = Loop()
 
     def retry(depth):
         for _ in loop.scaler.attempts(loop.model):

@@ -24,11 +24,11 @@ def test_hooks_are_called_in_their_order():
     """Those of `hooks=` first to last at each of three points; the last is once, at the update that ends the step."""
     calls = []
     params, optimizers = two()
-    scaler = GradScaler("cpu", hooks=[Veto("a", calls), Veto("b", calls)], updates_per_step=2)
+    scaler = GradScaler("cpu", hooks=[Veto("a", calls), Veto("b", calls)])
     scaler.scale(sum(param.sum() for param in params)).backward()
     for optimizer in optimizers:
         scaler.step(optimizer)
-        scaler.update()
+    scaler.update()
     of_each = [(name, when, id(each)) for each in optimizers for when in ("before", "after") for name in "ab"]
     assert calls == [*of_each, ("a", "update", True), ("b", "update", True)]
 

@@ -100,11 +100,10 @@ class _Veto(Hook):
 class _Loop:
     """A loop with three optimizers; they share each loss, or have each their own."""
 
-    def __init__(self, policy, device, kinds, updates_each):
-        self.policy, self.device, self.kinds, self.updates_each = policy, device, kinds, updates_each
+    def __init__(self, policy, device, kinds):
+        self.policy, self.device, self.kinds = policy, device, kinds
         self.params, self.optimizers = zip(*(one(fused, device) for fused in kinds), strict=True)
-        updates = len(kinds) if updates_each else 1
-        self.scaler: Any = GradScaler(device, policy=policy, hooks=[_Veto()], updates_per_step=updates)
+        self.scaler: Any = GradScaler(device, policy=policy, hooks=[_Veto()])
         self.scaler.place_on(device)  # losses may be multiplied by hand
         self.expected: Any = policy.init_state()
         self.was_plain = False
@@ -120,7 +119,7 @@ class _Loop:
             if each.is_early:
                 self._call(each)
                 self._backward(each)
-        for index, each in enumerate(step.turns):
+        for each in step.turns:
             if not each.is_early:
                 self._call(each)
             if each.has_another_loss:
@@ -129,12 +128,8 @@ class _Loop:
                 self.scaler.step(self.optimizers[each.number])
             elif each.call.endswith("skip"):
                 self.scaler.skip(self.optimizers[each.number])
-            calls = len(Emulated.calls)
-            is_last = index == len(step.turns) - 1
-            if self.updates_each or is_last:
-                # The first of several updates of a step may have the new scale.
-                new_scale = step.new_scale if index == 0 or not self.updates_each else None
-                info = self.scaler.update(new_scale, end_of_step=is_last)
+        calls = len(Emulated.calls)
+        info = self.scaler.update(step.new_scale)
         calls, reads = len(Emulated.calls) - calls, Emulated.reads - reads
         self._require(step, info, [was - now.item() for was, now in zip(before, self.params, strict=True)])
         self._require_few_reads(step, info, reads, calls)
@@ -220,15 +215,15 @@ class _Loop:
 @settings(max_examples=2000 if IS_SWEEP else 150, deadline=None)
 @given(
     st.sampled_from(POLICIES), st.sampled_from(["cpu", "mps"]), st.lists(st.booleans(), min_size=3, max_size=3),
-    st.booleans(), st.lists(STEPS, max_size=8),
+    st.lists(STEPS, max_size=8),
 )  # fmt: skip
-def test_random_loops(policy, device, kinds, updates_each, steps):
+def test_random_loops(policy, device, kinds, steps):
     """Each optimizer moves by its gradient or not at all, and state and outcome are the policy's, bit for bit.
 
     On a device only an ordinary optimizer that is stepped or clipped makes the host wait.
     """
     with Emulated("mps"):
-        loop = _Loop(policy, device, kinds, updates_each)
+        loop = _Loop(policy, device, kinds)
         for step in steps:
             loop.run(step)
 

@@ -8,7 +8,7 @@ import torch
 
 from lossscale import state_from_tool
 from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
-from lossscale_core.errors import CallOrderError, CheckpointError, CheckpointWarning, PolicyError
+from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 from lossscale_torch import GradScaler, init_state, overflow_report, scale
 from lossscale_torch.hooks import Guard, Hook
 from tests.adapters.torch_steps import Legacy, ready
@@ -149,13 +149,6 @@ def _stepped_after_skip():
     scaler.step(optimizer)
 
 
-def _too_few_updates():
-    scaler, optimizer = ready(updates_per_step=2), _sgd()
-    scaler.step(optimizer)
-    scaler.update()
-    scaler.step(optimizer)
-
-
 def _attempts(error, words, *modules, **settings):
     return lambda: GradScaler("cpu").attempts(*modules, **settings), error, words
 
@@ -187,7 +180,6 @@ ERRORS = {
     "no backoff": _settings("backoff_factor=None must be between 0 and 1 ... ; pass", backoff_factor=None),
     "an interval as text": _settings("growth_interval='20' must be a whole number ... ; pass", growth_interval="20"),
     **{f"an interval of {value}": _interval(value) for value in (-3, 2000.5, NAN)},
-    "no updates": _settings("updates_per_step=0 must be a whole number from 1 ... ; pass", updates_per_step=0),
     "two guards": _settings(TWO_GUARDS, guard=SpikeGuard(), hooks=[Guard(SpikeGuard())]),
     "two guards as hooks": _settings(TWO_GUARDS, hooks=[Guard(SpikeGuard()), Guard(SpikeGuard())]),
     "no guard": _settings("guard=1 must be a SpikeGuard; pass SpikeGuard()", guard=1),
@@ -198,6 +190,7 @@ ERRORS = {
     "a policy as device": _device(TypeError, "must name a device type ... policy=", {"kind": "none"}),
     "an unknown device": _device(ValueError, "device='gpu' is not a device ... pass 'cuda'", "gpu"),
     "protect a name": _wrong_type("takes modules, and 'm' is not one; pass", protect=["m"]),
+    "a module that waits": _wrong_type("GradScaler() was given a Linear, which has no param_groups", optimizers=LINEAR),
     "a function as hook": _wrong_type(A_HOOK, hooks=[print]),
     "a hook's class": _wrong_type(A_HOOK, hooks=[Hook]),
     "a group of True": _wrong_type(A_GROUP, process_group=True),
@@ -214,7 +207,6 @@ ERRORS = {
     "float16 gradients": (_half, ValueError, HALF),
     "a CSR gradient": (lambda: ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
     "stepped after skip": (_stepped_after_skip, RuntimeError, "step() has already been called"),
-    "too few updates": (_too_few_updates, CallOrderError, "Of updates_per_step=2 calls ... end_of_step=True"),
     "retries below 0": _attempts(PolicyError, "retries=-1", retries=-1),
     "attempts of a name": _attempts(TypeError, A_MODULE, "model"),
     "a guard without gradients": (lambda: ready(guard=SpikeGuard()).update(), AssertionError, "No inf checks were"),
@@ -267,7 +259,9 @@ def _saved(words, policy=None, **saved):
 
 NO_CUDA = "CUDA is not available.  Disabling."
 OFF = f"{NO_CUDA}  This turns policy=, protect= off, too; pass the device that computes, as in GradScaler('cpu')"
-NO_LOSS = "no loss was scaled since the last update() ... pass each loss through scaler.scale ... updates_per_step=2"
+NO_LOSS = (
+    "no loss was scaled since the last update() ... pass each loss through scaler.scale ... optimizers=[first, second]"
+)
 OTHER = "backoff_factor was 0.25 ... interval was 7"
 BOUNDED = DynamicScaling(max_scale=2.0**20)
 BEYOND = "new_scale=1e+30 is beyond the bounds of the policy, and becomes 2**20"

@@ -159,18 +159,6 @@ def test_a_disabled_scaler(copied):
         assert scaler.diagnose().startswith("disabled")
 
 
-def test_a_disabled_scaler_that_is_updated_after_each_optimizer():
-    """Its step ends where that of an enabled one does."""
-    scaler, (_, first), (_, second) = GradScaler("cpu", enabled=False, updates_per_step=2), one(), one()
-    for _ in range(2):
-        assert scaler.update()  # nothing has begun, so that it does not count
-        scaler.skip(first)
-        scaler.update()
-        scaler.step(second)
-        info = scaler.update()
-        assert (info.applied, info.applied_of(first), info.applied_of(second)) == (False, False, True)
-
-
 # -- other threads -----------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, FixedScaling, state_from_dict, state_to_dict
+from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
@@ -127,6 +128,33 @@ def test_loading_leaves_the_state_where_it_is(fused):
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
+@pytest.mark.parametrize("call", ["unscale_", "step", "unscale_and_clip_"])
+@pytest.mark.parametrize("before", [None, "unscale_", "step", "unscale_and_clip_", "skip"])
+@EITHER_KIND
+def test_a_state_that_is_loaded_in_the_middle_of_a_step(fused, before, call, device):
+    """The step is dropped: its gradients are refused, and the next scaled loss begins another one."""
+    with Emulated("mps"):
+        (param, optimizer), scaler = one(fused, device), GradScaler(device, init_scale=8.0)
+        take_step(scaler, optimizer, 0.0)
+        saved, calls = GradScaler("cpu", init_scale=2.0).state_dict(), {"unscale_and_clip_": [INF]}
+        scaler.scale(torch.ones((), device=device))
+        param.grad = torch.full((1,), 8.0, device=device)
+        if before is not None:
+            getattr(scaler, before)(optimizer, *calls.get(before, []))
+        weight = param.item()
+        for _ in range(2):
+            scaler.load_state_dict(saved)
+            with pytest.raises(CallOrderError, match="replaced the loss scale; scale another loss, and call backward"):
+                getattr(scaler, call)(optimizer, *calls.get(call, []))
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.update()
+        scaler.skip(optimizer)
+        assert not scaler.update().applied
+        assert take_step(scaler, optimizer, 1.0).loss_scale_used == 2.0
+        assert param.item() == weight - 0.5
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
 @pytest.mark.parametrize("value", [1.0, 2.0, float("nan")])
 @pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
 @EITHER_KIND
@@ -192,6 +220,19 @@ def _recorded(policy):
         scaler.step(optimizer)
         scaler.update()
     return param, scaler, graph
+
+
+def test_a_state_that_is_loaded_before_the_first_replay():
+    """Each replay scales the loss again, so that its gradients have the scale that was loaded."""
+    (param, optimizer), scaler = one(), GradScaler("cpu", init_scale=8.0)
+    with RecordedGraph() as graph:
+        scaler.scale(param.sum()).backward()
+    scaler.load_state_dict(GradScaler("cpu", init_scale=2.0).state_dict())
+    param.grad.zero_()
+    graph.replay()
+    scaler.step(optimizer)
+    assert scaler.update().applied
+    assert param.item() == 0.0
 
 
 def test_a_replay_counts_by_the_policy_that_was_assigned_after_the_recording():

@@ -32,7 +32,7 @@ POLICY = DynamicScaling()
 STATE = POLICY.init_state()
 GRADS = {"w": np.ones(3, np.float32)}
 CHECKPOINT = {"model": {}, "scaler": state_to_dict(STATE)}
-COUNT = "must be a whole number from 1 to 2**31 - 1; pass 1 for one"
+COUNT = "must be a whole number from 1 to 2**31 - 1; pass 1, or leave it out"
 NOT_A_POLICY = "is not a loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', a num"
 CALL_UPDATE = "call update(state, grads_finite)"
 _log, _update, _set = ScaleWatch().log, POLICY.update, check_setting
@@ -83,8 +83,8 @@ MISTAKES = {
         (SpikeGuard, {"warmup": 0}, "warmup=0 must be a whole number from 1 to 2**24; pass 16"),
         (_set, ("max_norm", "1.0"), "max_norm='1.0' must be a number from 0; pass math.inf not to clip"),
         (_set, ("global_clipnorm", 0), "global_clipnorm=0 must be a positive number; pass math.inf not to clip"),
-        (_set, ("updates_per_step", True), f"updates_per_step=True {COUNT}"),
-        (_set, ("updates_per_step", 1.5), f"updates_per_step=1.5 {COUNT}"),
+        (_set, ("accumulation_steps", True), f"accumulation_steps=True {COUNT}"),
+        (_set, ("accumulation_steps", 1.5), f"accumulation_steps=1.5 {COUNT}"),
     ],
 }
 ROWS = [(error, *row) for error, rows in MISTAKES.items() for row in rows]

@@ -86,6 +86,8 @@ class Tries:
 
     updates = 0
     """The updates in this try."""
+    factor = 1.0
+    """The present loss scale, divided by that of the first try."""
     is_over = has_bad_loss = False
     is_at_floor = False
     """Whether a further try would have the same loss scale."""
@@ -93,6 +95,9 @@ class Tries:
     def __init__(self, scaler: "GradScaler", modules: Sequence[Module]) -> None:
         self.scaler, self.attempt = scaler, Attempt()
         self.put_random_states_back, self.buffers = random_states(), [*map(Buffers, modules)]
+        params = [param for optimizer in scaler._waiting.optimizers for param in params_of(optimizer)]
+        self.waiting = {param: None if param.grad is None else param.grad.clone() for param in params}
+        """Copies of the gradients of optimizers that may wait, by their parameters."""
         self.records: dict[int, OptimizerStep] = {}
         """The records of the last try."""
         self.applied: list[int] = []
@@ -109,9 +114,13 @@ class Tries:
             buffers.put_back()
         for param in (param for optimizer in self.optimizers for param in params_of(optimizer)):
             param.grad = None
+        for param, grad in self.waiting.items():
+            param.grad = None if grad is None else grad * self.factor
         self.attempt.info, self.updates = None, 0
         for key in self.applied:
             done = self.scaler._per_optimizer_states[key] = self.records[key]
+            for param in params_of(done.optimizer):
+                param.grad = None
             done["stage"], done["found_inf_per_device"] = STEPPED, {}
             done.applied, done.is_done, done.has_divided = True, True, False
 
@@ -124,11 +133,12 @@ class Tries:
         scaler, self.attempt.info = self.scaler, info
         self.attempt._infos.append(info)
         by_optimizer = info.by_optimizer or {}
-        outcomes: list[bool | float | Tensor] = [info.overflowed, info.loss_scale_used, *by_optimizer.values()]
+        outcomes: list[bool | float | Tensor] = [info.overflowed, *info[1:3], *by_optimizer.values()]
         if any(isinstance(outcome, Tensor) for outcome in outcomes):
             device = scaler._scale.device
             outcomes = [*read_numbers([torch.as_tensor(outcome, device=device) for outcome in outcomes], device)]
-        overflowed, used, *applied = outcomes
+        overflowed, used, after, *applied = outcomes
+        self.factor *= float(after) / float(used)
         self.records = scaler._per_optimizer_states
         outcomes_by_key = zip(by_optimizer, applied, strict=True)
         self.applied = [key for key, is_applied in outcomes_by_key if is_applied and self.records[key].had_gradients]
@@ -147,12 +157,10 @@ class Tries:
                 "other begins"
             )
         if self.updates != 1:
-            count = self.scaler._updates_per_step
-            several = f", of updates_per_step={count} calls each," if count > 1 else ""
             raise CallOrderError(
-                f"the body of a loop over attempts() ended {self.updates} steps by update(){several} and must end one; "
-                "put all micro-batches of a step into one body, with scaler.step and scaler.update (with Accelerate, "
-                "all bodies of accumulate() up to the one that steps)"
+                f"the body of a loop over attempts() ended {self.updates} steps by update() and must end one; put all "
+                "micro-batches of a step into one body, with scaler.step and scaler.update (with Accelerate, all "
+                "bodies of accumulate() up to the one that steps)"
             )
 
     def end(self, after_first: ScaleState | None) -> None:
@@ -161,7 +169,7 @@ class Tries:
             return
         self.scaler._watch.tries = None
         if after_first and not self.is_over:  # what overflows at each scale must not cost more than one backoff
-            self.scaler._state.load(after_first, self.scaler.policy)
+            self.scaler._load(after_first, self.scaler.policy)
         records = self.scaler._per_optimizer_states
         # After the update of a try, another open step is not of this loop, which was left and held.
         if self.updates == 0 or records is self.records or not records:
