@@ -211,9 +211,12 @@ def _restored(saved: Any, start: Any, required: Sequence[str], what: str) -> dic
         if name not in saved:
             continue
         value, is_count = _item(saved[name]), isinstance(first, np.integer)
-        least, largest, rule = 0.0, LARGEST_NORM, "a number from 0 that fits float32"
-        if is_count:  # a growth tracker counts up from below zero while a cooldown lasts
-            least, largest = -(2.0**31) if name == "growth_tracker" else 0.0, LARGEST_COUNT
+        # A growth tracker counts up from below zero while a cooldown lasts, and a field of a user may be negative.
+        is_from_0 = name in required and name != "growth_tracker"
+        least, largest = 0.0 if is_from_0 else -LARGEST_NORM, LARGEST_NORM
+        rule = f"a number{' from 0' * is_from_0} that fits float32"
+        if is_count:
+            least, largest = 0.0 if is_from_0 else -(2.0**31), LARGEST_COUNT
             rule = f"a whole number from {least:.0f} that fits int32"
         elif name == "loss_scale":
             least, largest, rule = math.ulp(0.0), sys.float_info.max, "a positive finite number"

@@ -91,8 +91,9 @@ def metrics(state: ScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | None
     require_one_state(state, "metrics(state)")
     numbers = state._asdict()
     numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
-    if guard is not None:
-        numbers |= {"spikes": guard.spikes, "spike_streak": guard.streak, "norm_mean": guard.mean}
     # NumPy's numbers on the host become Python's, which `json.dumps` takes.
     numpys = (np.generic, np.ndarray)
+    if guard is not None:
+        streak = int(guard.streak) if isinstance(guard.streak, numpys) else guard.streak  # a count, in float32
+        numbers |= {"spikes": guard.spikes, "spike_streak": streak, "norm_mean": guard.mean}
     return {name: value.item() if isinstance(value, numpys) else value for name, value in numbers.items()}

@@ -25,6 +25,12 @@ def test_the_librarys_policies_pass_with_any_settings(policy):
     check_policy(policy)
 
 
+@pytest.mark.parametrize("first", [np.int32(3), np.float32(3.5)])
+def test_a_field_of_the_users_may_be_negative(first):
+    """A checkpoint holds whatever the policy counts."""
+    check_policy(_own("balance", first))
+
+
 class Changed(BaseScaling):
     """DynamicScaling, with a change of its first state, of each state, or of a member."""
 
@@ -53,6 +59,12 @@ def _each(**fields):
     return Changed(
         lambda old, new, flag, xp: new._replace(**{each: made(old, new, xp) for each, made in fields.items()})
     )
+
+
+def _own(name, value):
+    """Return a policy with a field of its own, which counts down."""
+    state_type = namedtuple("Own", [*ScaleState._fields, name])
+    return Changed(lambda old, new, flag, xp: state_type(*new, old[6] - 1), lambda state: state_type(*state, value))
 
 
 def _overflow(field, made):
@@ -145,7 +157,10 @@ BROKEN = [
     (_each(steps=lambda old, new, xp: old.steps + 1), "steps is -2147483648 after step 2 with full counters, but"),
     (_finite("overflow_streak", lambda old, new, xp: old.overflow_streak), "is 2 after step 3 from the first state"),
     (_finite("growth_tracker", lambda old, new, xp: old.growth_tracker + 1), "growth_tracker wraps around after step"),
-    (_overflow("hysteresis_tracker", lambda old, xp: old.hysteresis_tracker - 1), "is -2999 after 3000 overflows"),
+    (
+        _overflow("hysteresis_tracker", lambda old, xp: old.hysteresis_tracker - 1),
+        "hysteresis_tracker=-1 of the saved state must be a whole number from 0",
+    ),
     (
         Changed(
             lambda old, new, flag, xp: Counting(*new[:6], old.good + 1),
@@ -153,6 +168,8 @@ BROKEN = [
         ),
         "good wraps around after many overflows; use one_more",
     ),
+    # a checkpoint
+    (_own("version", np.int32(7)), f"the state {STEP_1} is saved, but not restored: version=6"),
     # the same on the host and on arrays
     (
         _each(hysteresis_tracker=lambda old, new, xp: np.int32(next(COUNT))),

@@ -2,16 +2,19 @@
 
 import importlib.util
 import operator
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from lossscale_core._base import BaseScaling
+from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._messages import shown
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState
+from lossscale_core.errors import CheckpointWarning
 from lossscale_core.testing._simulation import simulate
 
 _FLAGS = [False, False, True, False, True, True, False, False, False, *[True] * 6, False]
@@ -25,8 +28,9 @@ def check_policy(policy: PolicyLike) -> None:
     Each field keeps its dtype and its shape, and holds a finite number; `steps`, `skipped_steps` and `overflow_streak`
     count from 0; a full counter stays full; an overflow never raises the loss scale, which stays in `bounds()`;
     `update` is pure; and host scalars, NumPy arrays, arrays without a truth value, as while a function is traced, and
-    arrays of array-api-strict, if it is installed, have the same states, bit for bit. The steps begin at both bounds,
-    outside of them, at full counters and where growth is due. No tracker falls without end over 3000 overflows.
+    arrays of array-api-strict, if it is installed, have the same states, bit for bit; each state can be saved and
+    restored. The steps begin at both bounds, outside of them, at full counters and where growth is due. No tracker
+    falls without end over 3000 overflows.
 
     Args:
         policy: Anything that `as_policy` accepts.
@@ -44,6 +48,8 @@ def check_policy(policy: PolicyLike) -> None:
         for flags in (_FLAGS, [not flag for flag in _FLAGS]):
             expected = list(_run(checked, first, flags, f"{moment}, on the host", None, lambda value: value))
             _check_run(_values(first), flags, expected, moment, low, high)
+            for step, values in enumerate(expected, 1):
+                _require_restored(checked, first._make(values[name][()] for name in first._fields), step, moment)
             for where, xp, convert in _namespaces():
                 states = _run(checked, first, flags, f"{moment}, on {where}", xp, convert)
                 for step, (state, right) in enumerate(zip(states, expected, strict=True), 1):
@@ -159,6 +165,21 @@ def _run(
                 _require(np.array_equal(each, again_each, equal_nan=True), text)
         yield values
         state = after
+
+
+def _require_restored(policy: Any, state: Any, step: int, moment: str) -> None:
+    """Require that a state is the same after it was saved and restored, but for a scale outside of the bounds."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            restored = state_from_dict(state_to_dict(state, policy), policy)
+    except Exception as error:
+        raise AssertionError(f"the state after step {step} {moment} is saved, but not restored: {error}") from error
+    low, high = BaseScaling.of(policy).bounds()
+    for name, value in state._asdict().items():
+        is_kept = getattr(restored, name) == value or (name == "loss_scale" and not low <= value <= high)
+        text = f"{name} is {value} after step {step} {moment}, but {getattr(restored, name)} once saved and restored"
+        _require(is_kept, text)
 
 
 def _values(state: Any) -> dict[str, np.ndarray[Any, Any]]:
