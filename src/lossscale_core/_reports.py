@@ -101,13 +101,14 @@ def locate_fault(bad: Sequence[str], in_order: Sequence[str] = ()) -> str:
     Returns:
         The clause.
     """
-    if not in_order or len(in_order) == 1:
+    if len(in_order) < 2 or not {*bad} <= {*in_order}:
         return f"the gradients of {shown_names(bad)} are not finite"
     if len(bad) == len(in_order):
         return f"none of the {len(bad)} gradients is finite: look at the loss or the last layer"
     last = max(map(in_order.index, bad))
     after = f", and that of {in_order[last + 1]} is" if last + 1 < len(in_order) else ""
-    return f"the gradient of {in_order[last]} is not finite{after} ({len(bad)} of {len(in_order)} are not)"
+    count = f" ({len(bad)} of {len(in_order)} are not)" if len(bad) > 1 else ""
+    return f"the gradient of {in_order[last]} is not finite{after}{count}"
 
 
 def _count(name: str, gradient: Any) -> GradientReport:

@@ -15,7 +15,7 @@ from lossscale_torch._verbs import all_finite
 def overflow_report(
     named_parameters: Iterable[tuple[str, Tensor]], *, loss: Tensor | float | None = None
 ) -> OverflowReport:
-    """Report each parameter with a gradient that holds NaN or infinity, in the given order, and the cause.
+    """Report each parameter with a gradient that holds NaN or infinity, in the given order, the place, and the cause.
 
     Call it after a skipped step; if no gradient overflowed, the report is empty. Reads every gradient and synchronises
     with the host.
@@ -31,14 +31,15 @@ def overflow_report(
     Raises:
         TypeError: `named_parameters` is not made of pairs of a name and a parameter.
     """
-    bad, count = [], 0
+    bad, names = [], []
     for name, param in pairs(named_parameters, "overflow_report"):
         if param.grad is not None:
-            count += 1
+            names.append(name)
             values = values_of(param.grad.detach())
             if not bool(torch.isfinite(values).all()):
                 bad.append((name, at_least_float32(values).cpu().numpy()))
-    return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=count)
+    is_loss_finite = None if loss is None else bool(all_finite(loss))
+    return OverflowReport(bad, loss_finite=is_loss_finite, checked=len(names), in_order=names)
 
 
 def pairs(named_parameters: object, caller: str) -> list[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lossscale_core import SpikeGuard
-from lossscale_core.adapters import check_setting, log_event, shown
+from lossscale_core.adapters import check_setting, locate_fault, log_event, shown
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import names_of, params_of, values_of
@@ -34,7 +34,6 @@ else:
     _AnyOptimizer = object
 
 
-_MAX_NAMES = 4
 _NOT_APPLIED = StepInfo(False, 1.0, 1.0, 0)
 
 
@@ -87,8 +86,8 @@ def guarded(
     none: its kernel skips and clips, and `last_step` stays on the device; hooks after its step run for skipped steps,
     too.
 
-    The first skipped step is a warning on the logger `lossscale`, with the names of the parameters if the host knows
-    the step, and on one rank. Then a line comes if too many steps are skipped, as from a scaler. After a fused
+    The first skipped step is a warning on the logger `lossscale`, with the place of the fault if the host knows the
+    step, and on one rank. Then a line comes if too many steps are skipped, as from a scaler. After a fused
     optimizer on a CUDA device these lines come a few steps later, and nothing waits for them.
 
     Args:
@@ -130,7 +129,7 @@ def guarded(
         scaler._ranks.require_member(name)
     scaler.max_norm = math.inf if max_norm is None else check_setting("max_norm", max_norm)
     limit = check_setting("max_overflow_streak", max_streak)
-    scaler._watch = GuardedWatch(_names_of(optimizer, names), on_bad == "raise", limit)
+    scaler._watch = GuardedWatch(*_names_of(optimizer, names), on_bad == "raise", limit)
     vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
     result: Any = optimizer
     result._lossscale, result.__class__ = scaler, _guarded_class(result.__class__)
@@ -167,9 +166,9 @@ class GuardedWatch(Watch):
     steps = 0
     has_logged = False
 
-    def __init__(self, names: list[str], raises: bool, max_streak: int | None) -> None:
+    def __init__(self, names: list[str], in_order: list[str], raises: bool, max_streak: int | None) -> None:
         super().__init__()
-        self.names, self.raises, self.max_streak = names, raises, max_streak
+        self.names, self.in_order, self.raises, self.max_streak = names, in_order, raises, max_streak
 
     def after_update(self, scaler: GradScaler, info: StepInfo) -> None:
         """Log a skipped step, or raise `OverflowStreakError`. Reads the gradients if the host knows the outcome."""
@@ -183,7 +182,7 @@ class GuardedWatch(Watch):
             if info.spiked and step.norm is not None:
                 cause = f"its gradient norm of {step.norm.item():g} is far above those before"
             else:
-                cause = f"the gradients of {self._names_of_bad(scaler, step.optimizer)} are not finite"
+                cause = self._locate_fault(scaler, step.optimizer)
             if self.raises:
                 raise OverflowStreakError(
                     f"step {self.steps} of {name} was not taken: {cause}. Parameters and the optimizer's state are as "
@@ -200,14 +199,14 @@ class GuardedWatch(Watch):
                 f"max_streak={limit}; look at the loss, the learning rate and the data"
             )
 
-    def _names_of_bad(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> str:
+    def _locate_fault(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> str:
         names = itertools.chain(self.names, itertools.repeat("a parameter that was added later"))
         named = [pair for pair in zip(names, params_of(optimizer), strict=False) if pair[1].grad is not None]
         flags = [torch.isfinite(values_of(param.grad)).all() for _, param in named]
         are_finite = read_numbers(flags, scaler._scale.device)
         bad = [name for (name, _), is_finite in zip(named, are_finite, strict=True) if not is_finite]
-        more = f" and {len(bad) - _MAX_NAMES} more" if len(bad) > _MAX_NAMES else ""
-        return ", ".join(bad[:_MAX_NAMES]) + more if bad else "another rank"
+        checked = {name for name, _ in named}
+        return locate_fault(bad or ["another rank"], [name for name in self.in_order if name in checked])
 
     def _is_time(self) -> bool:
         return not self.has_logged or self.steps % CHECK_EVERY == 0
@@ -235,14 +234,19 @@ class GuardedWatch(Watch):
             log_event("skipped_step", f"{text}; parameters and the optimizer's state stay as they were")
 
 
-def _names_of(optimizer: torch.optim.Optimizer, names: Module | Iterable[tuple[str, Tensor]] | None) -> list[str]:
-    """Return a name for each parameter of an optimizer, or its place and its shape.
+def _names_of(
+    optimizer: torch.optim.Optimizer, names: Module | Iterable[tuple[str, Tensor]] | None
+) -> tuple[list[str], list[str]]:
+    """Return a name, or a place and a shape, for each parameter; and the names in the model's order, if it is known.
 
     Raises `TypeError` if `names` is neither a module nor pairs of a name and a parameter.
     """
     named = names.named_parameters() if isinstance(names, Module) else () if names is None else names
     known = {id(param): name for name, param in pairs(named, "guarded(names=)")}
-    return [known.get(id(param), name) for name, param in zip(names_of(optimizer), params_of(optimizer), strict=True)]
+    named = zip(names_of(optimizer), params_of(optimizer), strict=True)
+    result = [known.get(id(param), name) for name, param in named]
+    # Groups of an optimizer need not have the order of the model.
+    return result, [*known.values()] or (result if len(optimizer.param_groups) == 1 else [])
 
 
 @functools.cache
