@@ -9,7 +9,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -152,14 +152,8 @@ class OptimizerSteps(defaultdict[int, OptimizerStep]):
         return OptimizerSteps, (OptimizerStep,)  # a scaler is copied between its steps only
 
 
-class Decision(NamedTuple):
-    """The flags of a step that the host knows."""
-
-    had_gradients: bool
-    overflowed: bool
-    vetoed: bool
-    spiked: bool
-    """Whether the guard has vetoed the step, and no gradient overflowed."""
+Decision = tuple[bool, bool, bool, bool]
+"""The flags of a step that the host knows: had gradients, overflowed, vetoed, and vetoed by the guard alone."""
 
 
 def decision_on_host(steps: Iterable[OptimizerStep]) -> Decision | None:
@@ -174,7 +168,7 @@ def decision_on_host(steps: Iterable[OptimizerStep]) -> Decision | None:
                 had_gradients, overflowed = True, overflowed or is_set
             elif is_set:
                 vetoed, spiked = True, spiked or key == SPIKE
-    return Decision(had_gradients, overflowed, vetoed, spiked and not overflowed)
+    return had_gradients, overflowed, vetoed, spiked and not overflowed
 
 
 def flags_of(steps: Iterable[OptimizerStep], *, vetoes: bool) -> list[Tensor]:

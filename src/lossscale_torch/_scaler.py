@@ -212,14 +212,15 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if self._state.scale is None:
+            state = self._state
+            if state._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scaled_by = getattr(outputs, "_scaled_by", ())
             if id(self) in scaled_by:
                 raise CallOrderError("this loss is scaled already, and its gradients would be too large; scale it once")
             self._note_loss(outputs)
             loss = outputs if outputs.dtype.itemsize >= 4 else at_least_float32(outputs)
-            scaled: Any = loss * to_device(self._scale, loss.device)
+            scaled: Any = loss * to_device(state._scale, loss.device)
             scaled._scaled_by = (*scaled_by, id(self))
             return scaled
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
@@ -249,7 +250,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             return
         if len(self._steps) > 1:
             self._steps.claim_gradients(step, self.policy)
-        scale = self._scale
+        scale = self._state.scale
         flag = torch.zeros_like(scale)
         flags = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
         groups = self._groups([optimizer], of_norm=True) if self._needs_norm else []
@@ -358,7 +359,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
         step = optimizer_state if isinstance(optimizer_state, OptimizerStep) else OptimizerStep(optimizer_state)
         decision = self._state.decision([step], may_read=True)
-        step.applied = decision is not None and not (decision.overflowed or decision.vetoed)
+        step.applied = decision is not None and not (decision[1] or decision[2])
         return optimizer.step(*args, **kwargs) if step.applied else None
 
     def _step_fused(self, optimizer: Any, step: OptimizerStep, *args: Any, **kwargs: Any) -> Any:
@@ -447,8 +448,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             decision = None
             if may_read or not is_capturing() or not any(step.flags or step.may_have_moved for step in steps):
                 decision = state.decision(steps, may_read)
-            had_gradients = bool(flags_of(steps, vetoes=False)) if decision is None else decision.had_gradients
-            outcome = state.advance(self.policy, steps, decision, had_gradients and new_scale is None)
+            had_gradients = bool(flags_of(steps, vetoes=False)) if decision is None else decision[0]
+            outcome = state.advance(self._policy, steps, decision, had_gradients and new_scale is None)
             applied, used, after, streak, overflowed, spiked = outcome
             if new_scale is not None:
                 after = state.change_scale(new_scale, self.policy)
@@ -456,11 +457,13 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             # Say for each optimizer, and for all of them, whether its step was applied.
             by_optimizer: dict[int, bool | Tensor] = {}
             for key, step in records.items():
-                if step["stage"] is STEPPED:
-                    by_optimizer[key] = self._applied_by_flags(step, applied) if step.applied is None else step.applied
-                elif step["stage"] is UNSCALED:
-                    by_optimizer[key] = False
-                if by_optimizer.get(key) is False:
+                if step["stage"] is READY:
+                    continue
+                is_applied: bool | Tensor | None = step.applied if step["stage"] is STEPPED else False
+                if is_applied is None:
+                    is_applied = self._applied_by_flags(step, applied)
+                by_optimizer[key] = is_applied
+                if is_applied is False:
                     applied = False
             info = StepInfo(applied, used, after, streak, overflowed, spiked, by_optimizer, had_gradients)
             self.last_step = info
@@ -546,7 +549,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             if self._enabled and step["stage"] is STEPPED:
                 self._require_open(step, caller)
             return step
-        if self._state.scale is None or not (self._losses or (self._loss_is_optional and not self._needs_new_loss)):
+        if self._state._scale is None or not (self._losses or (self._loss_is_optional and not self._needs_new_loss)):
             self._require_loss(optimizer, caller)
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
@@ -624,7 +627,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         """Return whether a kernel or a subclass has stepped an optimizer; it decides by the flags."""
         decision = None if is_capturing() else self._state.decision([step], may_read=False)
         if decision is not None:
-            return not (decision.overflowed or decision.vetoed)
+            return not (decision[1] or decision[2])
         if len(self._steps) == 1:
             return applied_by_all
         return step.is_allowed(self._scale.device)
@@ -644,11 +647,11 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         """End a step, of which nothing is known if `info` is None: undo, log, drop it, and raise the first error."""
         errors = []
         try:
-            for hook in [*self._undoing, *self._saved_hooks()]:
+            for hook in (*self._undoing, *self._hooks, self._guard, self._watch):
                 try:
-                    if info is not None:
+                    if hook is not None and info is not None:
                         hook.after_update(self, info)
-                    else:
+                    elif hook is not None:
                         hook.abandon(self)
                 except BaseException as error:
                     errors.append(error)
