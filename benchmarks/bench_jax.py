@@ -51,7 +51,7 @@ scaling, show the cost of scaling next to a fast backward pass.
 
 Without scaling, XLA can use each gradient up as soon as it is computed. With scaling, all gradients are kept until it
 is known whether they are finite, and the update reads them once more. This is the additional temporary memory. jmp,
-flax and mpx select after the update, as `skip="select"` does, and so also keep the old parameters and states.
+flax and mpx select after the update, as `skip_by="select"` does, and so also keep the old parameters and states.
 
 On a CPU, glibc returns blocks of 32 MiB and more to the system when they are freed, and the next step has a page fault
 for each 4 KiB of them. A small batch in float32 computes so little that this is up to two fifths of the step. The rows
@@ -64,8 +64,8 @@ processor's cache.
 The updates of `update` take the memory of the gradients, or of a copy if those come from outside of the compiled
 function and are not donated. They are read once more to be added.
 The bound of both rows of the optimizer alone is 8 / 7 = 1.14 × no scaling: the check reads the gradients once more."""
-OTHER_WAY = "select" if ON == "cpu" else "cond"  # than the default of `loss_scaled(skip=)`
-THE_OTHER_WAY = f'apply_gradients, skip="{OTHER_WAY}"'
+OTHER_WAY = "select" if ON == "cpu" else "cond"  # than the default of `loss_scaled(skip_by=)`
+THE_OTHER_WAY = f'apply_gradients, skip_by="{OTHER_WAY}"'
 PEERS = ("jmp", "flax DynamicScale", "mpx", "optax.apply_if_finite")
 
 Step = Callable[[Any, Any], Any]
@@ -239,7 +239,7 @@ def train_steps(dtype: Any, layers: int = LAYERS) -> dict[str, Callable[[], tupl
         "no scaling": lambda: with_optimizer(ADAM, in_one=False, is_scaled=False),
         "apply_gradients": lambda: with_optimizer(loss_scaled(ADAM, OURS), in_one=True),
         "update and apply": lambda: with_optimizer(loss_scaled(ADAM, OURS), in_one=False),
-        THE_OTHER_WAY: lambda: with_optimizer(loss_scaled(ADAM, OURS, skip=OTHER_WAY), in_one=True),
+        THE_OTHER_WAY: lambda: with_optimizer(loss_scaled(ADAM, OURS, skip_by=OTHER_WAY), in_one=True),
         "jmp": lambda: with_scaler(jmps, [jnp.float32(SCALE), jnp.int32(0)]),
         "flax DynamicScale": lambda: with_scaler(flaxs, DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))),
         "mpx": lambda: with_scaler(mpxs, (jnp.float32(SCALE), jnp.int32(0))),

@@ -19,8 +19,8 @@ from flax.training import train_state
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import ScaleState, ScaleWatch, diagnose, metrics, step_info
-from lossscale_jax import DynamicScaling, get_scale_state, loss_scaled, scale, select
+from lossscale_core import ScaleState, ScaleWatch, diagnose, metrics
+from lossscale_jax import DynamicScaling, get_last_step, get_scale_state, loss_scaled, scale, select
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 BATCH_SIZE = 128
@@ -62,17 +62,17 @@ def init(seed: int) -> TrainState:
 @functools.partial(jax.jit, donate_argnums=0)
 def step(state: TrainState, images: jax.Array, labels: jax.Array) -> TrainState:
     """Return the state after a step on one batch; its `step` counts the applied ones."""
-    before = get_scale_state(state.opt_state)
+    scale_state = get_scale_state(state.opt_state)
 
     def scaled_loss(params: Any) -> tuple[jax.Array, Any]:
         variables = {"params": params, "batch_stats": state.batch_stats}
         logits, updated = state.apply_fn(variables, images, is_training=True, mutable="batch_stats")
         losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
-        return scale(losses.mean(), before), updated["batch_stats"]
+        return scale(losses.mean(), scale_state), updated["batch_stats"]
 
     grads, batch_stats = jax.grad(scaled_loss, has_aux=True)(state.params)
     stepped = state.apply_gradients(grads=grads)
-    applied = step_info(before, get_scale_state(stepped.opt_state)).applied
+    applied = get_last_step(stepped.opt_state).applied
     count, batch_stats = select(applied, (stepped.step, batch_stats), (state.step, state.batch_stats))
     return stepped.replace(step=count, batch_stats=batch_stats)
 

@@ -18,8 +18,8 @@ from flax import nnx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from lossscale_core import ScaleState, ScaleWatch, diagnose, metrics, step_info
-from lossscale_jax import DynamicScaling, get_scale_state, loss_scaled, scale, select
+from lossscale_core import ScaleState, ScaleWatch, diagnose, metrics
+from lossscale_jax import DynamicScaling, get_last_step, get_scale_state, loss_scaled, scale, select
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 BATCH_SIZE = 128
@@ -49,16 +49,16 @@ class Result(NamedTuple):
 @nnx.jit
 def step(network: Network, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> None:
     """Train on one batch, in place."""
-    before = get_scale_state(optimizer.opt_state)
+    scale_state = get_scale_state(optimizer.opt_state)
     old = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))  # a copy; nnx.state alone is the network's own variables
 
     def scaled_loss(network: Network) -> jax.Array:
         logits = network(images).astype(jnp.float32)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        return scale(loss, before)
+        return scale(loss, scale_state)
 
     optimizer.update(network, nnx.grad(scaled_loss)(network))
-    applied = step_info(before, get_scale_state(optimizer.opt_state)).applied
+    applied = get_last_step(optimizer.opt_state).applied
     new = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
     nnx.update(network, select(applied, new, old))
 

@@ -17,8 +17,8 @@ from flax.training.train_state import TrainState
 from jax import NamedSharding, P
 from sklearn.datasets import load_digits
 
-from lossscale_core import ScaleState, ScaleWatch, diagnose, step_info
-from lossscale_jax import DynamicScaling, get_scale_state, loss_scaled, scale
+from lossscale_core import ScaleState, ScaleWatch, diagnose
+from lossscale_jax import DynamicScaling, get_last_step, get_scale_state, loss_scaled, scale
 
 POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 MICRO_BATCHES, MICRO_BATCH_SIZE = 4, 32
@@ -46,18 +46,18 @@ def init(key: jax.Array) -> TrainState:
 
 def step(state: TrainState, images: jax.Array, labels: jax.Array) -> TrainState:
     """Return the state after a step on the mean of all micro-batches, which are the first dimension of the data."""
-    before = get_scale_state(state.opt_state)
+    scale_state = get_scale_state(state.opt_state)
 
     def scaled_loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         losses = optax.softmax_cross_entropy_with_integer_labels(state.apply_fn(params, images), labels)
-        return scale(losses.mean() / MICRO_BATCHES, before)
+        return scale(losses.mean() / MICRO_BATCHES, scale_state)
 
     def accumulate(total: Any, micro_batch: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, jax.grad(scaled_loss)(state.params, *micro_batch)), None
 
     grads, _ = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, state.params), (images, labels))
     stepped = state.apply_gradients(grads=grads)
-    applied = step_info(before, get_scale_state(stepped.opt_state)).applied
+    applied = get_last_step(stepped.opt_state).applied
     return stepped.replace(step=jnp.where(applied, stepped.step, state.step))
 
 

@@ -13,17 +13,20 @@ except ModuleNotFoundError as error:
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
 from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
-from lossscale_jax._states import LossScaledState, get_scale_state, load_scale_state
+from lossscale_jax._states import LastStep, LossScaledState, Window, get_last_step, get_scale_state, load_scale_state
 from lossscale_jax._verbs import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
 
 __all__ = [
     "DynamicScaling",
     "FixedScaling",
+    "LastStep",
     "LossScaledState",
     "LossScaledTransformation",
     "NoScaling",
     "SpikeGuard",
+    "Window",
     "all_finite",
+    "get_last_step",
     "get_scale_state",
     "init_state",
     "load_scale_state",
@@ -35,7 +38,7 @@ __all__ = [
     "value_and_grad",
 ]
 
-for _type in (LossScaledState, LossScaledTransformation):
+for _type in (LastStep, LossScaledState, LossScaledTransformation, Window):
     # A pickle stores the module name of a class: the public one lets the private modules change.
     _type.__module__ = __name__
 del _type

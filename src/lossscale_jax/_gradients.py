@@ -14,8 +14,11 @@ PyTree: TypeAlias = Any
 Tree = TypeVar("Tree")
 """A pytree that is returned with the same structure."""
 
-Skip = Literal["cond", "select"]
+SkipBy = Literal["cond", "select"]
 """The way to skip a compiled step: a conditional around it, or a choice between its results and the old values."""
+
+_SMALL, _LARGE, _PIECES = 2**14, 2**17, 8
+"""Sizes up to which arrays are stacked and from which on they are cut, and into how many pieces a group is cut."""
 
 
 def is_array(leaf: Any) -> bool:
@@ -23,22 +26,28 @@ def is_array(leaf: Any) -> bool:
     return (hasattr(leaf, "dtype") and not isinstance(leaf, type)) or isinstance(leaf, bool | int | float | complex)
 
 
-def is_gradient(leaf: Any) -> bool:
-    """Return whether `leaf` holds floats, real or complex; raise `TypeError` if it is not an array."""
-    if not is_array(leaf):
-        raise TypeError(f"{leaf!r} is not an array; pass a pytree of arrays, such as jax.grad returns")
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+def is_float(leaf: Any) -> bool:
+    """Return whether `leaf` is an array of floats, real or complex, or such a number."""
+    return is_array(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def gradients_of(grads: PyTree) -> dict[Any, Array]:
-    """Return the leaves that hold floats by their paths."""
+    """Return the leaves that hold floats by their paths; raise `TypeError` for a leaf that is not an array."""
     leaves = jax.tree_util.tree_leaves_with_path(grads)
-    return {path: jnp.asarray(leaf) for path, leaf in leaves if is_gradient(leaf) and jnp.size(leaf)}
+    for _, leaf in leaves:
+        if not is_array(leaf):
+            raise TypeError(f"{leaf!r} is not an array; pass a pytree of arrays, such as jax.grad returns")
+    return {path: jnp.asarray(leaf) for path, leaf in leaves if is_float(leaf) and jnp.size(leaf)}
 
 
-def map_gradients(function: Callable[[Array], Array], tree: Tree) -> Tree:
+def map_floats(function: Callable[[Array], Array], tree: Tree) -> Tree:
     """Return a pytree with `function` applied to the leaves that hold floats."""
-    return jax.tree.map(lambda leaf: function(jnp.asarray(leaf)) if is_gradient(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: function(jnp.asarray(leaf)) if is_float(leaf) else leaf, tree)
+
+
+def as_arrays(tree: Tree) -> Tree:
+    """Return a pytree with its floats as JAX has them: without x64, a NumPy array of float64 becomes float32."""
+    return map_floats(lambda array: array, tree)
 
 
 def name_of(path: Any) -> str:
@@ -46,25 +55,14 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path) or "the leaf"
 
 
-def lift(array: Array) -> Array:
-    """Return `array` in float32, or in its own dtype if that is wider."""
-    is_wide = jnp.issubdtype(array.dtype, jnp.inexact) and jnp.finfo(array.dtype).bits >= 32
-    return array if is_wide else array.astype(jnp.float32)
-
-
-def lifted(tree: Tree) -> Tree:
-    """Return a pytree with its floats in float32 or wider, as unscaled gradients are."""
-    return map_gradients(lift, tree)
+def at_least_float32(tree: Tree) -> Tree:
+    """Return a pytree with its floats in float32, or in their own dtype if that is wider."""
+    return map_floats(lambda array: array if jnp.finfo(array.dtype).bits >= 32 else array.astype(jnp.float32), tree)
 
 
 def multiply(grads: Tree, factor: Array) -> Tree:
     """Return gradients times a factor of shape `()`, in float32 or wider."""
-
-    def multiplied(leaf: Array) -> Array:
-        wide = lift(leaf)
-        return wide * factor.astype(wide.dtype)
-
-    return map_gradients(multiplied, grads)
+    return map_floats(lambda wide: wide * factor.astype(wide.dtype), at_least_float32(grads))
 
 
 def divide(grads: Tree, loss_scale: Array) -> Tree:
@@ -78,65 +76,81 @@ def divide(grads: Tree, loss_scale: Array) -> Tree:
         # XLA would replace a division by a scalar by a product with its reciprocal, if it saw the scalar.
         return leaf / lax.optimization_barrier(jnp.full_like(leaf, loss_scale))
 
-    return map_gradients(divided, grads)
+    return map_floats(divided, grads)
 
 
-def as_arrays(tree: Tree) -> Tree:
-    """Return a pytree with its floats as JAX has them: without x64, a NumPy array of float64 becomes float32."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) and is_gradient(leaf) else leaf, tree)
+# ---- finiteness and norm ---------------------------------------------------------------------------------------------
 
 
-def check(grads: PyTree, factor: Array, *, with_norm: bool = False, skip: Skip = "cond") -> tuple[Array, Array]:
+def are_finite(grads: PyTree, factor: Array) -> Array:
+    """Return whether every element is finite, before and after it is multiplied by `factor`."""
+    counts = [_count_not_finite(group, factor) for group in _groups(grads)]
+    return functools.reduce(jnp.add, counts, jnp.float32(0.0)) == 0.0
+
+
+def are_finite_with_norm(grads: PyTree, factor: Array, branches_on: Callable[[Array], bool]) -> tuple[Array, Array]:
     """Return whether every element is finite, before and after it is multiplied by `factor`, and the 2-norm after it.
 
-    A finite sum of squares proves that all elements are finite, costs one read at memory speed, and is that of the
-    norm. Elements are tested one by one if the sum is not finite, if the factor is above 1, eagerly, and always with
-    "select". The norm is then computed in units of a large power of two, since the squares may overflow. It is
-    undefined without `with_norm`, and infinite if it exceeds its dtype.
+    A finite sum of squares proves that all elements are finite, and costs one read at memory speed. If the sum is not
+    finite, or if the factor is above 1, elements are tested one by one, and the norm is computed in units of a large
+    power of two, since the squares may overflow. Both is always done unless `branches_on` the sum is true. The norm is
+    infinite if it exceeds its dtype.
     """
-    parts = _parts(grads)
-    if not parts:
+    groups = _groups(grads)
+    if not groups:
         return jnp.asarray(True), jnp.float32(0.0)
-    squares = _sum_of_squares(parts)
+    squares = _sum_of_squares(groups)
     factor = factor.astype(squares.dtype)
     norm = jnp.sqrt(squares) * factor
 
     def exactly() -> tuple[Array, Array]:
-        multiplied = multiply(grads, factor)
-        # By a difference, which is NaN for infinity and NaN, and else 0: XLA compiles its sum to less than
-        # `isfinite(...).all()`, and on a CPU a minimum or maximum may lose a NaN.
-        finite = jnp.stack([jnp.isfinite((part - part).sum()) for part in _parts(multiplied)]).all()
-        if not with_norm:
-            return finite, norm
         # No square of an element in these units overflows, and none that counts flushes to zero. The unit is applied
         # in two halves, so that neither product leaves the range of the dtype before the last one.
         half = 2.0**270 if squares.dtype == jnp.float64 else 2.0**48
-        in_units = _sum_of_squares([part.astype(squares.dtype) / half**2 for part in parts])
-        return finite, jnp.where(jnp.isfinite(squares), norm, jnp.sqrt(in_units) * half * factor * half)
+        in_units = _sum_of_squares([[part.astype(squares.dtype) / half**2 for part in group] for group in groups])
+        exact_norm = jnp.where(jnp.isfinite(squares), norm, jnp.sqrt(in_units) * half * factor * half)
+        return are_finite(grads, factor), exact_norm
 
-    if skip == "select" or not isinstance(squares, jax.core.Tracer):
-        return exactly()
     proven = jnp.isfinite(squares) & (factor <= 1.0)
-    return lax.cond(proven, lambda: (proven, norm), exactly)
+    return lax.cond(proven, lambda: (proven, norm), exactly) if branches_on(squares) else exactly()
 
 
-def _parts(grads: PyTree) -> list[Array]:
-    """Return the real and the imaginary parts of all gradients, in float32 or wider; small ones of one type stacked.
+def _groups(grads: PyTree) -> list[list[Array]]:
+    """Return the real and the imaginary parts of all gradients, in float32 or wider, in groups of one type.
 
-    XLA compiles and launches a kernel for each part, which takes longer than to read a small one.
+    XLA compiles and launches a kernel for each group, which takes longer than to read a small one.
     """
-    leaves = map(lift, gradients_of(grads).values())
+    leaves = map(at_least_float32, gradients_of(grads).values())
     parts = [part for leaf in leaves for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
     groups: dict[Any, list[Array]] = {}
     for number, part in enumerate(parts):
-        # The type has the sharding, too, so that a new axis in front moves nothing between devices.
-        groups.setdefault(jax.typeof(part) if part.size <= 2**14 else number, []).append(part)
-    return [jnp.stack(group) if len(group) > 1 else group[0] for group in groups.values()]
+        # Large arrays of one type may be sharded in different ways. Then, one of them would move between devices.
+        combines = part.size <= _SMALL or jax.device_count() == 1
+        groups.setdefault((jax.typeof(part), number // 64) if combines else number, []).append(part)
+    return list(groups.values())
 
 
-def _sum_of_squares(parts: list[Array]) -> Array:
-    """Return the sum of the squares of one or more real arrays, in their widest dtype."""
-    squares = [_squared(part) for part in parts]
+def _count_not_finite(group: list[Array], factor: Array) -> Array:
+    """Return the number of places where an array is not finite once it is multiplied by `factor`, about; 0 if exact.
+
+    Integers of the same bits are ordered as magnitudes are, with infinity and NaN above all numbers. So the largest
+    magnitude in each place decides, and no NaN is lost, as in XLA's maximum of floats on a CPU.
+    """
+    pieces = _PIECES // len(group)
+    if jax.device_count() == 1 and pieces > 1 and group[0].size > _LARGE and group[0].size % pieces == 0:
+        group = [piece for part in group for piece in jnp.split(part.reshape(-1), pieces)]
+    dtype = group[0].dtype
+    whole = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+    magnitudes = [lax.bitcast_convert_type(part, whole) & jnp.iinfo(whole).max for part in group]
+    largest = lax.bitcast_convert_type(functools.reduce(jnp.maximum, magnitudes), dtype)
+    # On a CPU, XLA computes a sum of squares at memory speed, and a maximum one element at a time.
+    return _squared((~jnp.isfinite(largest * factor.astype(dtype))).astype(jnp.float32))
+
+
+def _sum_of_squares(groups: list[list[Array]]) -> Array:
+    """Return the sum of the squares of all arrays in one or more groups, in their widest dtype."""
+    stacks = [[jnp.stack(group)] if group[0].size <= _SMALL and len(group) > 1 else group for group in groups]
+    squares = [_squared(array) for stack in stacks for array in stack]
     widest = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
     return functools.reduce(jnp.add, [square.astype(widest) for square in squares])
 
@@ -149,6 +163,23 @@ def _squared(array: Array) -> Array:
     # The precision is explicit, since a TPU would multiply in bfloat16 by default, and a GPU may in TensorFloat-32.
     axes = tuple(range(array.ndim))
     return lax.dot_general(array, array, ((axes, axes), ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def in_one_kernel(function: Callable[[Tree], Tree], scalars: Tree) -> Tree:
+    """Return what a function makes of scalars, in the same structure; a derivative does not pass through it.
+
+    On a CPU, XLA compiles and launches a kernel for each scalar, but a single one for a loop over scalars.
+    """
+    scalars = jax.tree.map(lax.stop_gradient, scalars)
+    results = jax.eval_shape(function, scalars)
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(scalars))
+    if not is_traced or jax.default_backend() != "cpu":
+        return function(scalars)
+    scalars = jax.tree.map(lambda leaf, result: vary(leaf, varying(result)), scalars, results)
+    once = lax.optimization_barrier(jnp.asarray(True))  # otherwise XLA would unroll the loop
+    return lax.while_loop(
+        lambda carry: carry[0], lambda carry: (jnp.asarray(False), function(carry[1])), (once, scalars)
+    )[1]
 
 
 # ---- named axes of `shard_map`, `pmap` and `vmap` --------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,43 @@ from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
 from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, shown
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _gradients, _states
-from lossscale_jax._gradients import PyTree, Skip, Tree, as_arrays, divide, lifted, map_gradients, multiply
-from lossscale_jax._states import LossScaledState, Window, trained
+from lossscale_jax._gradients import PyTree, SkipBy, Tree, as_arrays, at_least_float32, divide, map_floats, multiply
+from lossscale_jax._states import LastStep, LossScaledState, Window, trained
 from lossscale_jax._verbs import init_state, select
 
 
-class _Update(Protocol):
+class _Settings(NamedTuple):
+    """The arguments of `loss_scaled`, checked."""
+
+    inner: optax.GradientTransformationExtraArgs
     policy: ScalingPolicy
-    apply_gradients: Callable[..., tuple[Any, LossScaledState]]
+    axis_name: Hashable
+    max_norm: float | None
+    accumulation_steps: int
+    guard: SpikeGuard | None
+    skip_by: SkipBy | None
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a step needs the norm of its gradients."""
+        return self.guard is not None or self.max_norm is not None
+
+    def branches_on(self, value: Any) -> bool:
+        """Return whether a step is in a conditional on what depends on `value`; an eager step never is."""
+        way = self.skip_by or ("select" if jax.default_backend() == "gpu" else "cond")
+        return way == "cond" and isinstance(value, jax.core.Tracer)
+
+
+class _Update:
+    """The function `update` of an optimizer, with the settings that its other functions need."""
+
+    def __init__(self, settings: _Settings) -> None:
+        self.settings = settings
 
     def __call__(
         self, updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[Tree, LossScaledState]: ...
+    ) -> tuple[Tree, LossScaledState]:
+        return take(self.settings, updates, state, params, extra_args)
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -35,15 +60,15 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     update: _Update
     """`update(grads, state, params, **extra_args)` returns the updates and the state after the step.
 
-    The updates of a skipped step are zero.
+    The updates of a skipped step are zero. Leaves of `params` that are not arrays pass through.
     """
 
-    # optax unpacks a transformation into two functions, and flax nnx rebuilds it from them, so that everything else is
-    # found through the second one.
+    # optax unpacks a transformation into two functions, and flax nnx rebuilds it from them, so that the settings are
+    # those of the second one.
     @property
     def policy(self) -> ScalingPolicy:
         """The policy, as in `diagnose(optimizer.policy, get_scale_state(opt_state))`."""
-        return self.update.policy
+        return self.update.settings.policy
 
     def apply_gradients(
         self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
@@ -52,7 +77,11 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
         Updating and applying in one call saves memory and time.
         """
-        return self.update.apply_gradients(grads, state, params, **extra_args)
+        if params is None:
+            raise ValueError("params=None cannot be updated; call apply_gradients(grads, state, params)")
+        applied: tuple[Tree, LossScaledState]
+        applied = take(self.update.settings, grads, state, as_arrays(params), extra_args, applies_updates=True)
+        return applied
 
 
 def loss_scaled(
@@ -63,7 +92,7 @@ def loss_scaled(
     max_norm: float | None = None,
     accumulation_steps: int = 1,
     guard: SpikeGuard | None = None,
-    skip: Skip | None = None,
+    skip_by: SkipBy | None = None,
 ) -> LossScaledTransformation:
     """Wrap `inner` so that it takes the gradients of a scaled loss, and skips steps that overflow.
 
@@ -96,7 +125,7 @@ def loss_scaled(
             accumulation, and of the gradients of all devices together with `axis_name`. The guard's state is in
             `opt_state.guard_state`. A step does not read it, so that `max_streak` is not checked; call
             `lossscale_core.adapters.check_spike_streak` where you read the state.
-        skip: The way to skip a compiled step; the results are the same up to rounding. `"cond"` takes the step in a
+        skip_by: The way to skip a compiled step; the results are the same up to rounding. `"cond"` takes the step in a
             conditional, so that a skipped step costs little and donated buffers are not copied; XLA may read its
             predicate on the host of a GPU. `"select"` always takes the step, on zeros if it is skipped, and then
             chooses between the old and the new values. By default `"select"` where JAX's default backend is a GPU,
@@ -121,91 +150,66 @@ def loss_scaled(
     if axis_name is not None and (max_norm is not None or accumulation_steps > 1):
         hint = "reduce the gradients over the axis first and leave axis_name out"
         raise PolicyError(f"max_norm and accumulation_steps take reduced gradients, and axis_name others; {hint}")
-    if skip not in ("cond", "select", None):
-        raise PolicyError(f"skip={shown(skip)} must be 'cond' or 'select'; leave it out for the default")
+    if skip_by not in ("cond", "select", None):
+        raise PolicyError(f"skip_by={shown(skip_by)} must be 'cond' or 'select'; leave it out for the default")
     check_guard(guard)
-    policy = as_policy(policy)
     max_norm = None if max_norm is None else float(check_setting("max_norm", max_norm))
-    needs_norm = guard is not None or max_norm is not None
-    inner_update = optax.with_extra_args_support(inner).update
+    inner, policy = optax.with_extra_args_support(inner), as_policy(policy)
+    settings = _Settings(inner, policy, axis_name, max_norm, accumulation_steps, guard, skip_by)
+    return LossScaledTransformation(functools.partial(_init, settings), _Update(settings))
 
-    def init(params: PyTree) -> LossScaledState:
-        inner_state = inner.init(lifted(params))
-        if _states.scale_states_of(inner_state):
-            raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
-        zeros = optax.tree.zeros_like(lifted(trained(params))) if accumulation_steps > 1 else None
-        window = None if zeros is None else Window(zeros, jnp.int32(0), jnp.asarray(False), jnp.asarray(False))
-        guard_state = None if guard is None else jax.tree.map(jnp.asarray, guard.init_state())
-        return _states.place_with(LossScaledState(init_state(policy), inner_state, window, guard_state), params)
 
-    def take(grads: Any, state: Any, params: Any, extra_args: Any, result_of: Any, keep: Any = None) -> Any:
-        """Return `result_of(updates)` if the step is applied, else `keep`, or zeros without it; and the new state."""
-        _states.require_state(state, accumulation_steps, guard)
-        grads = as_arrays(grads)
-        scale_state, inner_state, window, guard_state = tuple[Any, ...](state)
-        way: Skip = skip or ("select" if jax.default_backend() == "gpu" else "cond")
-        if window is not None or params is not None:
-            _states.require_gradients_of(trained(params) if window is None else window.total, grads)
-        loss_scale = scale_state.loss_scale
-        factor = 1.0 / loss_scale.astype(float)  # in float64 with x64
-        finite, norm = _gradients.check(grads, factor, with_norm=needs_norm and window is None, skip=way)
-        finite = _gradients.all_true(finite, axis_name)
-        _gradients.require_reduced(finite, scale_state)
-        proposal = _Proposal(grads, norm, finite, counts=jnp.asarray(True))
-        if window is not None:
-            unscaled = divide(grads, loss_scale)
-            proposal, window = _accumulate(unscaled, finite, window, accumulation_steps, needs_norm, way)
+def _init(settings: _Settings, params: PyTree) -> LossScaledState:
+    inner_state = settings.inner.init(at_least_float32(params))
+    if _states.states_of(inner_state):
+        raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
+    window = None
+    if settings.accumulation_steps > 1:
+        total = optax.tree.zeros_like(at_least_float32(trained(params)))
+        window = Window(total, jnp.int32(0), jnp.asarray(False))
+    guard_state = None if settings.guard is None else jax.tree.map(jnp.asarray, settings.guard.init_state())
+    last_step = _no_step()._replace(norm=jnp.float32(0.0) if settings.needs_norm else None)
+    state = LossScaledState(init_state(settings.policy), inner_state, window, guard_state, last_step)
+    return _states.place_with(state, params)
 
-        total: Any = None if guard is None else _gradients.total_norm(proposal.norm, axis_name).astype(jnp.float32)
-        proposed = proposal.finite & proposal.counts
-        applies, after, guard_state = decide(
-            policy, guard, scale_state, guard_state, proposal.finite, total, proposed=proposed, xp=jnp
-        )
-        scale_state = select(proposal.counts, after, scale_state)
-        window = None if window is None else window._replace(stepped=applies)
-        # Outside of the step, so that XLA does not compute it once for each leaf.
-        shrink = None if max_norm is None else 1.0 / clip_divisor(proposal.norm, max_norm, xp=jnp)
 
-        def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
-            unscaled = divide(source, loss_scale) if window is None else source
-            unscaled = unscaled if shrink is None else multiply(unscaled, shrink)
-            updates, inner_state = inner_update(unscaled, inner_state, lifted(params), **extra_args)
-            return result_of(updates), inner_state
+def _no_step() -> LastStep:
+    """Return the outcome before the first call, in an array for each flag, since a buffer can be donated once."""
+    return LastStep(jnp.asarray(False), jnp.asarray(False), jnp.asarray(False))
 
-        def skipped(applied: Any, source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
-            # XLA lets a conditional reuse the memory of an operand only if one branch returns it unchanged. So a skip
-            # returns the gradients if nothing is to be kept, and the updates take their memory.
-            kept = (source if window is None else grads) if keep is None else keep
-            return _fitted(kept, applied[0]), jax.tree.map(_cast, inner_state, applied[1])
 
-        if way == "cond" and isinstance(applies, jax.core.Tracer):
-            step = jax.jit(step, inline=True)  # traced once, for its shapes and in the conditional
-            shapes = jax.eval_shape(step, proposal.source, inner_state)
-            skip_step = functools.partial(skipped, shapes)
-            result, inner_state = lax.cond(applies, step, skip_step, proposal.source, inner_state)
-        else:  # with zeros for a line search, a host callback or checks, which would otherwise act on NaN
-            harmless = map_gradients(lambda leaf: jnp.where(applies, leaf, jnp.zeros_like(leaf)), proposal.source)
-            result, new_state = step(harmless, inner_state)
-            old, inner_state = skipped((result, new_state), proposal.source, inner_state)
-            inner_state = select(applies, new_state, inner_state)
-            result = result if keep is None else select(applies, result, old)
-        if keep is None:
-            # XLA fuses this into the addition. -0.0, and not 0.0, also keeps the signs of zeros.
-            nothing = lambda leaf: lax.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0)  # noqa: E731
-            result = select(applies, result, jax.tree.map(nothing, result))
-        return result, LossScaledState(scale_state, inner_state, window, guard_state)
+def take(
+    settings: _Settings, grads: Any, state: Any, params: Any, extra_args: Any, *, applies_updates: bool = False
+) -> tuple[Any, LossScaledState]:
+    """Return the updates of a step, or the parameters that it applies them to, and the state after it."""
+    _states.require_state(state, settings.accumulation_steps, settings.guard)
+    grads = as_arrays(grads)
+    if state.window is not None or params is not None:
+        _states.require_gradients_of(trained(params) if state.window is None else state.window.total, grads)
+    proposal, window = _propose(settings, grads, state)
+    last_step, scale_state, guard_state = _decide(settings, proposal, state)
+    applied, loss_scale = last_step.applied, state.scale_state.loss_scale
+    # Outside of the step, so that XLA does not compute it once for each leaf.
+    shrink = None if settings.max_norm is None else 1.0 / clip_divisor(proposal.norm, settings.max_norm, xp=jnp)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        return take(updates, state, params, extra_args, lambda result: result)
-
-    def apply_gradients(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
-        params = as_arrays(params)
+    def step(source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
+        unscaled = divide(source, loss_scale) if window is None else source
+        unscaled = unscaled if shrink is None else multiply(unscaled, shrink)
+        updates, inner_state = settings.inner.update(unscaled, inner_state, at_least_float32(params), **extra_args)
+        if not applies_updates:
+            return updates, inner_state
         # In float32, since `apply_updates` promotes half-precision parameters, which JAX's strict promotion refuses.
-        added = lambda updates: optax.tree.cast_like(optax.apply_updates(lifted(params), updates), params)  # noqa: E731
-        return take(grads, state, params, extra_args, added, keep=params)
+        return optax.tree.cast_like(optax.apply_updates(at_least_float32(params), updates), params), inner_state
 
-    update.apply_gradients, update.policy = apply_gradients, policy  # type: ignore[attr-defined]
-    return LossScaledTransformation(init, update)
+    # XLA lets a conditional reuse the memory of an operand only if one branch returns it unchanged. So a skip returns
+    # the gradients if nothing is to be kept, and the updates take their memory.
+    kept = params if applies_updates else None if window is None else grads
+    result, inner_state = _step_or_skip(settings, applied, step, proposal.source, state.inner_state, kept)
+    if not applies_updates:
+        # XLA fuses this into the addition. -0.0, and not 0.0, also keeps the signs of zeros.
+        nothing = lambda leaf: lax.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0)  # noqa: E731
+        result = select(applied, result, jax.tree.map(nothing, result))
+    return result, LossScaledState(scale_state, inner_state, window, guard_state, last_step)
 
 
 class _Proposal(NamedTuple):
@@ -214,27 +218,79 @@ class _Proposal(NamedTuple):
     source: PyTree
     """Scaled gradients, or the mean of a window, unscaled."""
     norm: Any
-    """The norm of the gradients to apply; undefined if neither `max_norm` nor a guard needs it."""
+    """The norm of the gradients to apply, before clipping; None if neither `max_norm` nor a guard needs it."""
     finite: Any
     """bool: whether the gradients of this call, or all of the window up to now, are finite."""
     counts: Any
     """bool: whether this call is a step of the policy; in the middle of a window it is not."""
 
 
-def _accumulate(
-    grads: PyTree, finite: Array, window: Window, steps: int, needs_norm: bool, way: Skip
-) -> tuple[_Proposal, Window]:
-    """Return the proposal of a window with the unscaled gradients of one more micro-batch, and the window after it."""
+def _propose(settings: _Settings, grads: PyTree, state: LossScaledState) -> tuple[_Proposal, Window | None]:
+    """Check gradients, and return the step of a call, or of its window, and the window after it."""
+    loss_scale, norm = state.scale_state.loss_scale, None
+    factor = 1.0 / loss_scale.astype(float)  # in float64 with x64
+    if settings.needs_norm and state.window is None:
+        finite, norm = _gradients.are_finite_with_norm(grads, factor, settings.branches_on)
+    else:
+        finite = _gradients.are_finite(grads, factor)
+    finite = _gradients.all_true(finite, settings.axis_name)
+    _gradients.require_reduced(finite, state.scale_state)
+    if state.window is not None:
+        return _accumulate(settings, divide(grads, loss_scale), finite, state.window)
+    return _Proposal(grads, norm, finite, counts=jnp.asarray(True)), None
+
+
+def _accumulate(settings: _Settings, grads: PyTree, finite: Array, window: Window) -> tuple[_Proposal, Window]:
+    """Return the step of a window with the unscaled gradients of one more micro-batch, and the window after it."""
     # Divide each micro-batch before it is added, so that the sum of finite micro-batches is finite.
-    share = multiply(grads, jnp.asarray(1.0 / steps, float))
+    share = multiply(grads, jnp.asarray(1.0 / settings.accumulation_steps, float))
     total = jax.tree.map(jnp.add, window.total, optax.tree.cast_like(share, window.total))
     total, seen, overflowed = select(finite, total, window.total), window.seen + 1, window.overflowed | ~finite
-    is_full = seen >= steps
-    one = jnp.float32(1.0)
-    norm = _gradients.check(total, one, with_norm=True, skip=way)[1].astype(jnp.float32) if needs_norm else None
-    window = Window(total, seen, overflowed, window.stepped)
+    is_full, norm = seen >= settings.accumulation_steps, None
+    if settings.needs_norm:
+        _, norm = _gradients.are_finite_with_norm(total, jnp.float32(1.0), settings.branches_on)
+    window = Window(total, seen, overflowed)
     window = select(is_full, optax.tree.zeros_like(window), window)
     return _Proposal(total, norm, ~overflowed, counts=is_full), window
+
+
+def _decide(settings: _Settings, proposal: _Proposal, state: LossScaledState) -> tuple[LastStep, Any, Any]:
+    """Return the outcome of a step, and the states of the policy and of the guard after it."""
+    norm: Any = None
+    if proposal.norm is not None:
+        norm = lax.stop_gradient(_gradients.total_norm(proposal.norm, settings.axis_name).astype(jnp.float32))
+
+    def decide_scalars(old: tuple[LastStep, Any, Any]) -> tuple[LastStep, Any, Any]:
+        last_step, before, guard_state = old
+        finite, proposed = proposal.finite, proposal.finite & proposal.counts
+        applied, after, guard_state = decide(
+            settings.policy, settings.guard, before, guard_state, finite, norm, proposed=proposed, xp=jnp
+        )
+        last_norm = None if last_step.norm is None else jnp.where(applied, norm, last_step.norm)
+        last_step = LastStep(applied, ~finite, proposed & ~applied, last_norm)
+        return last_step, select(proposal.counts, after, before), guard_state
+
+    last_step = state.last_step or _no_step()
+    zero = jnp.float32(0.0) if last_step.norm is None else last_step.norm
+    last_step = last_step._replace(norm=None if norm is None else zero)
+    return _gradients.in_one_kernel(decide_scalars, (last_step, state.scale_state, state.guard_state))
+
+
+def _step_or_skip(
+    settings: _Settings, applied: Array, step: Any, source: PyTree, inner_state: PyTree, kept: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Return what `step` returns if the step is applied, else `kept` in the form of that, and the inner state."""
+
+    def skip(like: Any, source: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
+        return _fitted(source if kept is None else kept, like[0]), jax.tree.map(_cast, inner_state, like[1])
+
+    if settings.branches_on(applied):
+        step = jax.jit(step, inline=True)  # traced once, for its shapes and in the conditional
+        shapes = jax.eval_shape(step, source, inner_state)
+        return lax.cond(applied, step, functools.partial(skip, shapes), source, inner_state)
+    # With zeros for a line search, a host callback or checks, which would otherwise act on NaN.
+    new = step(map_floats(lambda leaf: jnp.where(applied, leaf, jnp.zeros_like(leaf)), source), inner_state)
+    return select(applied, new, skip(new, source, inner_state))
 
 
 def _fitted(tree: PyTree, like: PyTree) -> PyTree:

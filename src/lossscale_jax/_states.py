@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from lossscale_core import GuardState, PolicyLike, ScaleState, SpikeGuard, state_from_dict
 from lossscale_core.adapters import guard_state_from_dict
 from lossscale_core.errors import PolicyError, ScaleStateError
-from lossscale_jax._gradients import PyTree, Tree, is_array, is_gradient, name_of
+from lossscale_jax._gradients import PyTree, Tree, is_array, is_float, name_of
 
 
 class Window(NamedTuple):
@@ -25,8 +25,20 @@ class Window(NamedTuple):
     """int32: the number of micro-batches in the window up to now."""
     overflowed: Array
     """bool: whether any of them overflowed."""
-    stepped: Array
-    """bool: whether the last call completed a window and applied its mean."""
+
+
+class LastStep(NamedTuple):
+    """The outcome of the last call of `loss_scaled`; each field has shape `()`."""
+
+    applied: Array
+    """bool: whether the call applied a step; False in the middle of a window of micro-batches."""
+    overflowed: Array
+    """bool: whether the gradients of the call, or of its window up to now, held NaN or infinity."""
+    spiked: Array
+    """bool: whether the gradients were finite, and a `SpikeGuard` refused their norm."""
+    norm: Array | None = None
+    """float32: the norm of the unscaled gradients of the last applied step, before clipping; 0 before that step, and
+    None without `max_norm` and without a guard, where it is not computed."""
 
 
 class LossScaledState(NamedTuple):
@@ -40,6 +52,8 @@ class LossScaledState(NamedTuple):
     """The micro-batches of an accumulation up to now; None without accumulation."""
     guard_state: GuardState | None = None
     """The state of the spike guard; None without a guard."""
+    last_step: LastStep | None = None
+    """The outcome of the last call; `get_last_step` finds it from the outside. None in a state of an older version."""
 
 
 _HIDING = {optax.ApplyIfFiniteState: "apply_if_finite", optax.MultiStepsState: "MultiSteps"}
@@ -59,19 +73,48 @@ def get_scale_state(opt_state: PyTree) -> ScaleState[Array]:
         ScaleStateError: `opt_state` holds no scale state, or several (the message lists their paths); or an optax
             wrapper around `loss_scaled` drops overflows before they can lower the loss scale, or keeps them.
     """
+    return _plain(_find(opt_state).scale_state)
+
+
+def get_last_step(opt_state: PyTree) -> LastStep:
+    """Find the outcome of the last call in an optimizer state, however deep `loss_scaled` is nested in it.
+
+    Does not synchronise with the host, and works within a compiled step, whose schedule or log may follow `applied`.
+
+    Args:
+        opt_state: The state of `loss_scaled`, or of an optimizer that holds one, after a call.
+
+    Returns:
+        The outcome of the call, with the norm of the last applied step if it was computed: arrays of shape `()`.
+
+    Raises:
+        ScaleStateError: As `get_scale_state`, or the state is of an older version and has not made a step since.
+    """
+    last_step = _find(opt_state).last_step
+    if last_step is None:
+        raise ScaleStateError("a state of an older version has no last_step; take a step first")
+    return _plain(last_step)
+
+
+def _find(opt_state: PyTree) -> LossScaledState:
+    """Return the only state of `loss_scaled` in an optimizer state."""
     for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _is_own(node) or type(node) in _HIDING):
-        if type(node) in _HIDING and scale_states_of(node):
+        if type(node) in _HIDING and states_of(node):
             hint = "put it inside, as in loss_scaled(optax.chain(...), policy), or pass accumulation_steps="
             does = "wraps loss_scaled and drops overflows before they can lower the loss scale, or keeps a NaN for good"
             raise ScaleStateError(f"optax.{_HIDING[type(node)]} {does}; {hint}")
-    found = scale_states_of(opt_state)
-    if len(found) == 1:
-        (state,) = found.values()
-        leaves = jax.tree.leaves(state)  # plain arrays, even if flax nnx holds them in mutable variables
-        return type(state)(*leaves) if len(leaves) == len(state) else state
-    held = f"{len(found)} scale states, at {', '.join(found)}" if found else "no scale state"
-    hint = "pass the part that you mean" if found else "wrap the optimizer in loss_scaled, or merge what was split"
+    states = states_of(opt_state)
+    if len(states) == 1:
+        return next(iter(states.values()))
+    held = f"{len(states)} scale states, at {', '.join(states)}" if states else "no scale state"
+    hint = "pass the part that you mean" if states else "wrap the optimizer in loss_scaled, or merge what was split"
     raise ScaleStateError(f"the optimizer state ({type(opt_state).__name__}) holds {held}; {hint}")
+
+
+def _plain(state: Any) -> Any:
+    """Return a NamedTuple of scalars with plain arrays, even if flax nnx holds them in mutable variables."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
+    return type(state)(*leaves) if len(leaves) == len(state) else state
 
 
 def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLike) -> Tree:
@@ -113,10 +156,10 @@ def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLi
     return jax.tree.map(restored, opt_state, is_leaf=_is_own)
 
 
-def scale_states_of(opt_state: PyTree) -> dict[str, ScaleState[Array]]:
-    """Return the scale states in `opt_state` by their paths."""
+def states_of(opt_state: PyTree) -> dict[str, LossScaledState]:
+    """Return the states of `loss_scaled` in `opt_state` by their paths."""
     nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_own)
-    return {jax.tree_util.keystr(path) or "the top": node.scale_state for path, node in nodes if _is_own(node)}
+    return {jax.tree_util.keystr(path) or "the top": node for path, node in nodes if _is_own(node)}
 
 
 def _is_own(node: Any) -> bool:
@@ -179,7 +222,7 @@ def require_gradients_of(params: PyTree, grads: PyTree) -> None:
         elif is_array(param) and is_array(grad):
             if jnp.shape(param) not in (jnp.shape(grad), jnp.shape(grad)[1:]):
                 found.append(f"have shape {jnp.shape(grad)} at {name}, and the parameter has shape {jnp.shape(param)}")
-            elif is_gradient(param) > is_gradient(grad) or getattr(param, "dtype", None) == jax.dtypes.float0:
+            elif is_float(param) > is_float(grad) or getattr(param, "dtype", None) == jax.dtypes.float0:
                 found.append(f"hold no floats at {name}, and the parameter does; gradients come first")
     if found:
         raise ValueError(f"the gradients {found[0]}; pass what jax.grad returns for these parameters")

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from lossscale_core import PolicyLike, ScaleState, adapters, as_policy
 from lossscale_core.adapters import OverflowReport, require_flag, shown
 from lossscale_jax import _gradients
-from lossscale_jax._gradients import PyTree, Tree, divide, gradients_of, is_array, lift, multiply, name_of
+from lossscale_jax._gradients import PyTree, Tree, at_least_float32, divide, gradients_of, is_array, multiply, name_of
 
 if TYPE_CHECKING:
     Device = Any  # jax has no type of it that a checker finds
@@ -115,7 +115,7 @@ def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
     Raises:
         TypeError: A leaf is not an array.
     """
-    return _gradients.all_true(_gradients.check(grads, jnp.float32(1.0))[0], axis_name)
+    return _gradients.all_true(_gradients.are_finite(grads, jnp.float32(1.0)), axis_name)
 
 
 def unscale(grads: Tree, state: HasLossScale) -> Tree:
@@ -134,6 +134,7 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
     Raises:
         TypeError: A leaf is not an array, or `state` is not a state.
     """
+    gradients_of(grads)  # raises an error for what is not an array
     return divide(grads, loss_scale_of(state, "unscale(grads, state)"))
 
 
@@ -282,5 +283,7 @@ def overflow_report(grads: PyTree, *, loss: Array | float | None = None) -> Over
         jax.errors.ConcretizationTypeError: The call is within a compiled function, where gradients have no values.
     """
     leaves = gradients_of(grads)
-    bad = [(name_of(path), lift(leaf)) for path, leaf in leaves.items() if not bool(jnp.isfinite(leaf).all())]
+    bad = [
+        (name_of(path), at_least_float32(leaf)) for path, leaf in leaves.items() if not bool(jnp.isfinite(leaf).all())
+    ]
     return OverflowReport(bad, loss_finite=None if loss is None else bool(all_finite(loss)), checked=len(leaves))

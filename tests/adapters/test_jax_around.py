@@ -128,10 +128,10 @@ def test_around(row, wrap, check):
     check(wrap(loss_scaled(SGD, POLICY)), _params_of(wrap))
 
 
-@pytest.mark.parametrize("skip", ["cond", "select"])
-def test_lookahead_inside_with_accumulation(skip):
+@pytest.mark.parametrize("skip_by", ["cond", "select"])
+def test_lookahead_inside_with_accumulation(skip_by):
     """A window of two equal micro-batches is one step; a bad one leaves all as it was."""
-    optimizer = loss_scaled(_lookahead(SGD), POLICY, accumulation_steps=2, skip=skip)
+    optimizer = loss_scaled(_lookahead(SGD), POLICY, accumulation_steps=2, skip_by=skip_by)
     params = _params_of(_lookahead)
     step = jax.jit(step_of(optimizer, "apply_gradients"))
     plain = _lookahead(SGD)
@@ -146,11 +146,11 @@ def test_lookahead_inside_with_accumulation(skip):
         step(params, optimizer.init(params), params)
 
 
-@pytest.mark.parametrize(("method", "skip"), [("update", "cond"), ("update", "select"), ("apply_gradients", "cond")])
+@pytest.mark.parametrize(("method", "skip_by"), [("update", "cond"), ("update", "select"), ("apply_gradients", "cond")])
 @pytest.mark.parametrize(("row", "wrap", "check"), EACH)
-def test_inside(row, wrap, check, method, skip):
+def test_inside(row, wrap, check, method, skip_by):
     """A step is that of the wrapped optimizer alone, and a skipped step changes nothing, down to the signs of zeros."""
-    plain, optimizer, params = wrap(SGD), loss_scaled(wrap(SGD), POLICY, skip=skip), _params_of(wrap)
+    plain, optimizer, params = wrap(SGD), loss_scaled(wrap(SGD), POLICY, skip_by=skip_by), _params_of(wrap)
     step = jax.jit(step_of(optimizer, method))
     expected, _ = plain.update(GRADS, plain.init(params), params)
     stepped = step(params, optimizer.init(params), _times(GRADS, SCALE))

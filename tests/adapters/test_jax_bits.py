@@ -39,8 +39,8 @@ def trained(inner, **settings):
     return state[0]
 
 for inner in (optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)):
-    for skip in ("cond", "select"):
-        print(all((a == b).all() for a, b in zip(trained(inner), trained(inner, skip=skip))))
+    for skip_by in ("cond", "select"):
+        print(all((a == b).all() for a, b in zip(trained(inner), trained(inner, skip_by=skip_by))))
 """
 
 

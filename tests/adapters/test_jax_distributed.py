@@ -107,13 +107,13 @@ def test_shard_map_with_value_and_grad(check_vma):
     _assert_close(params, _single_device_run()[0])
 
 
-@pytest.mark.parametrize(("way", "skip"), [("apply_gradients", "cond"), ("update", "cond"), ("update", "select")])
-def test_shard_map_with_gradients_of_ones_own(way, skip):
+@pytest.mark.parametrize(("way", "skip_by"), [("apply_gradients", "cond"), ("update", "cond"), ("update", "select")])
+def test_shard_map_with_gradients_of_ones_own(way, skip_by):
     """`axis_name` combines the flag while the optimizer inside reduces the gradients itself.
 
     Its updates no longer vary where the gradients do.
     """
-    optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data", skip=skip)
+    optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data", skip_by=skip_by)
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P()))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lossscale_core import DynamicScaling, SpikeGuard
-from lossscale_jax import get_scale_state, loss_scaled
+from lossscale_jax import get_last_step, get_scale_state, loss_scaled
 from tests.adapters.jax_reading import bits
 from tests.core.guarded_run import GUARD, NORMS, POLICY
 
@@ -42,7 +42,7 @@ def _windows():
 def test_a_window_is_judged_by_the_norm_of_its_mean(max_norm, jitted):
     """The mean is checked once, at the end of a window; in its middle the streak of spikes continues.
 
-    `stepped` says whether the last call moved the parameters.
+    `applied` says whether the last call moved the parameters.
     """
     guard = SpikeGuard(warmup=2, memory=4)
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, accumulation_steps=3, max_norm=max_norm, guard=guard)
@@ -54,11 +54,13 @@ def test_a_window_is_judged_by_the_norm_of_its_mean(max_norm, jitted):
         for micro_batch in NORMS[3 * n : 3 * n + 3]:
             assert float(opt_state.guard_state.streak) == float(expected.streak)
             old, (params, opt_state) = params, step(params, opt_state, jnp.float32(micro_batch))
-            assert bool(opt_state.window.stepped) == (bits(params) != bits(old))
+            assert bool(get_last_step(opt_state).applied) == (bits(params) != bits(old))
         accepted, expected = guard.check(expected, norm)
         spikes += np.isfinite(norm) and not accepted
         np.testing.assert_allclose(opt_state.guard_state, expected, rtol=1e-5)
         assert (bits(params) == bits(before)) != bool(accepted)
+        assert get_last_step(opt_state).spiked == (np.isfinite(norm) and not accepted)
+        assert not accepted or get_last_step(opt_state).norm == pytest.approx(norm)
     assert spikes >= 2
 
 

@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -15,7 +16,7 @@ import pytest
 from lossscale_core import DynamicScaling, ScaleWatch, SpikeGuard, diagnose, state_to_dict
 from lossscale_core.adapters import check_overflow_streak
 from lossscale_core.errors import PolicyError, ScaleStateError
-from lossscale_jax import get_scale_state, init_state, loss_scaled, scale, value_and_grad
+from lossscale_jax import get_last_step, get_scale_state, init_state, loss_scaled, scale, value_and_grad
 
 POLICY = DynamicScaling(max_overflow_streak=3)
 PARAMS = {"weight": jnp.ones((2, 3)), "bias": jnp.ones(3)}
@@ -92,19 +93,21 @@ def test_gradients_of_another_structure(grads, message, method, compiled):
 
 
 def test_gradients_that_leave_out_what_is_not_trained():
-    """Equinox has None in place of a gradient, which works as in optax."""
+    """Equinox has None in place of a gradient, also of a function in the model, which works as in optax."""
 
     class Model(eqx.Module):
         weight: jax.Array
         count: jax.Array
+        activation: Callable
 
-    model = Model(jnp.ones(3), jnp.int32(5))
-    optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    model = Model(jnp.ones(3), jnp.int32(5), jax.nn.relu)
+    optimizer = loss_scaled(optax.adamw(0.1), POLICY)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     grads = eqx.filter_grad(lambda model: model.weight.sum() * 2.0**16)(model)
-    updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
-    assert int(get_scale_state(opt_state).skipped_steps) == 0
-    assert float(eqx.apply_updates(model, updates).weight[0]) < 1.0
+    step = functools.partial(optimizer.update, params=model)
+    for update in (optimizer.update(grads, opt_state, model), jax.jit(step)(grads, opt_state)):
+        assert get_last_step(update[1]).applied
+        assert float(eqx.apply_updates(model, update[0]).weight[0]) < 1.0
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -142,11 +145,14 @@ def test_gradients_and_parameters_in_each_others_place():
 
 @pytest.mark.parametrize("wrap", [lambda step: step, jax.jit], ids=["eager", "jit"])
 def test_an_error_of_the_wrapped_optimizer_is_its_own(wrap):
-    """As optax's own for the state of another optimizer, which names the mistake."""
+    """As optax's own for the state of another optimizer, or for missing parameters, which names the mistake."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY)
     other = optimizer.init(PARAMS)._replace(inner_state=optax.sgd(0.1, momentum=0.5).init(PARAMS)[:1])
     with pytest.raises(ValueError, match="number of updates and states has to be the same in chain"):
         wrap(optimizer.update)(PARAMS, other, PARAMS)
+    decayed = loss_scaled(optax.adamw(0.1), POLICY)
+    with pytest.raises(ValueError, match="requires the current value of parameters"):
+        wrap(decayed.update)(PARAMS, decayed.init(PARAMS))
 
 
 _wrapped = functools.partial(functools.partial, loss_scaled, optax.sgd(0.1), POLICY)
@@ -165,6 +171,9 @@ def _step_of(optimizer, state_of):
 
 
 MISTAKES = {
+    ValueError: [
+        (lambda: OPTIMIZER.apply_gradients(PARAMS, OPTIMIZER.init(PARAMS), None), "call .*grads, state, params")
+    ],
     TypeError: [
         (lambda: scale(1.0, OPTIMIZER.init(PARAMS)), r"is not a state.*with its scale_state"),
         (lambda: value_and_grad(sum)(PARAMS, STATE), r"is not a state.*call value_and_grad\(fun\)\(state"),
@@ -198,7 +207,7 @@ MISTAKES = {
         ),
         (_wrapped(accumulation_steps=2, axis_name="data"), "reduce the gradients over the axis first and leave axis_n"),
         (_wrapped(accumulation_steps=0), "=0 must be a whole number from 1 to .*; pass 1, or leave it out"),
-        (_wrapped(skip=True), "skip=True must be 'cond' or 'select'; leave it out for the default"),
+        (_wrapped(skip_by=True), "skip_by=True must be 'cond' or 'select'; leave it out for the default"),
         (_wrapped(guard=8.0), r"guard=8\.0 must be a SpikeGuard"),
     ],
 }

@@ -7,8 +7,7 @@ import optax
 import pytest
 
 from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
-from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
-from lossscale_jax._gradients import check
+from lossscale_jax import get_last_step, get_scale_state, load_scale_state, loss_scaled
 from tests.adapters.jax_reading import WAYS, bits, reads_told, refuse, step_of
 from tests.jax_names import enable_x64
 
@@ -78,34 +77,27 @@ def test_a_step_without_gradients_is_applied(max_norm):
     assert get_scale_state(opt_state).skipped_steps == 0
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size", "applied"), [("float32", 1e37, True), ("float32", 1e38, False), ("float16", 2.0**14, True)]
-)
-@pytest.mark.parametrize("max_norm", [None, 2.0**30])
-@WRAPS
-def test_below_a_scale_of_one_the_unscaled_gradients_decide(wrap, max_norm, dtype, size, applied):
-    """A gradient that becomes infinite in float32 by unscaling is an overflow."""
-    optimizer = loss_scaled(optax.sgd(1.0), 2.0**-4, max_norm=max_norm)
-    params = jnp.zeros(2, dtype)
-    _, opt_state = wrap(optimizer.update)(jnp.full(2, size, dtype), optimizer.init(params), params)
-    assert get_scale_state(opt_state).skipped_steps == (not applied)
-
-
-@pytest.mark.parametrize("skip", ["cond", "select"])
+@pytest.mark.parametrize("skip_by", ["cond", "select"])
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float64", "float64"), ("float32", "float64")])
-def test_a_norm_is_right_wherever_squares_overflow(dtypes, skip):
-    """In units of a power of two, for every dtype and loss scale; an element that overflows once unscaled is found."""
-    for exponent in (0, 62, 66, 100, 126, 500, 1020):
-        for scale in (2.0**-20, 1.0, 1000.0, 2.0**126):
-            with enable_x64():
+def test_a_norm_is_right_wherever_squares_overflow(dtypes, skip_by):
+    """For every dtype and scale, in the state and in the clip; an element that overflows once unscaled is found."""
+    for scale in (2.0**-20, 1.0, 1000.0, 2.0**126):
+        optimizer = loss_scaled(optax.sgd(-1.0), scale, max_norm=1.0, skip_by=skip_by)
+        with enable_x64():
+            step = jax.jit(optimizer.update)
+            for exponent in (0, 62, 66, 100, 126, 500, 1020):
                 grads = [jnp.asarray([3.0, -4.0], dtype) * 2.0**exponent for dtype in dtypes]
-                compiled = jax.jit(lambda grads, by: check(grads, 1.0 / by, with_norm=True, skip=skip))
-                finite, norm = compiled(grads, jnp.float32(scale))
+                updates, opt_state = step(grads, optimizer.init(grads))
                 with np.errstate(all="ignore"):
-                    each = np.concatenate([np.asarray(grad) / np.asarray(scale, grad.dtype) for grad in grads])
-                    exact = np.hypot.reduce(each.astype(max(dtypes)))
-                assert finite == np.isfinite(each).all()
-                np.testing.assert_allclose(norm, exact, rtol=1e-6)
+                    unscaled = [np.asarray(grad) / np.asarray(scale, grad.dtype) for grad in grads]
+                    exact = np.hypot.reduce(np.concatenate(unscaled).astype(max(dtypes)))
+                last_step = get_last_step(opt_state)
+                assert last_step.applied == all(np.isfinite(grad).all() for grad in unscaled)
+                if last_step.applied and exact < jnp.finfo(exact.dtype).max / 16:
+                    with np.errstate(over="ignore"):
+                        np.testing.assert_allclose(last_step.norm, exact.astype(np.float32), rtol=1e-6)
+                    for update, grad in zip(updates, unscaled, strict=True):
+                        np.testing.assert_allclose(update, grad / max(exact, 1.0), rtol=1e-5)
 
 
 def test_finite_micro_batches_make_no_infinite_sum():
@@ -116,18 +108,6 @@ def test_finite_micro_batches_make_no_infinite_sum():
         params, opt_state = jax.jit(step_of(optimizer, "apply_gradients"))(params, opt_state, jnp.full(2, 3e38))
     np.testing.assert_allclose(params, -3e38, rtol=1e-6)
     assert get_scale_state(opt_state).skipped_steps == 0
-
-
-def test_the_scale_is_found_in_a_wrapper():
-    """In one of optax that shows it some of the parameters, before and after steps under jit."""
-    optimizer = optax.masked(loss_scaled(optax.sgd(1.0), POLICY), {"w": True, "b": False})
-    opt_state = optimizer.init(PARAMS)
-    step = jax.jit(step_of(optimizer, "update"))
-    assert get_scale_state(opt_state).loss_scale == SCALE
-    params, opt_state = step(PARAMS, opt_state, _times(GRADS, SCALE))
-    np.testing.assert_allclose(params["w"], PARAMS["w"] - GRADS["w"])
-    _, opt_state = step(params, opt_state, BAD)
-    assert get_scale_state(opt_state).loss_scale == SCALE / 2
 
 
 def test_extra_args_reach_the_inner_optimizer():
@@ -201,7 +181,7 @@ def test_a_restored_scale_moves_to_the_mesh_as_a_new_one_does():
     assert get_scale_state(placed).loss_scale.devices() == {jax.devices()[3]}
 
 
-# -- `skip="select"`: a skip without a conditional, since XLA could read its predicate on the host --------------------
+# -- `skip_by="select"`: a skip without a conditional, since XLA could read its predicate on the host -----------------
 
 
 SETTINGS = [
@@ -226,12 +206,12 @@ def _primitives(jaxpr):
 def test_a_step_by_select_holds_no_conditional(way, settings, monkeypatch):
     """Neither around the step nor in the check, the norm or the guard; by `cond` it holds some, and so on a CPU."""
     counts = {}
-    for skip in ("cond", "select", "cpu", "gpu"):
-        monkeypatch.setattr(jax, "default_backend", lambda skip=skip: skip)  # the default asks for it alone
-        settings = {**settings, "skip": None if skip in ("cpu", "gpu") else skip}
+    for skip_by in ("cond", "select", "cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=skip_by: backend)  # the default asks for it alone
+        settings = {**settings, "skip_by": None if skip_by in ("cpu", "gpu") else skip_by}
         optimizer = loss_scaled(optax.adam(0.1, eps=1e-4), POLICY, **settings)
         jaxpr = jax.make_jaxpr(getattr(optimizer, way))(GRADS, optimizer.init(PARAMS), PARAMS)
-        counts[skip] = list(_primitives(jaxpr)).count("cond")
+        counts[skip_by] = list(_primitives(jaxpr)).count("cond")
     assert counts["select"] == counts["gpu"] == 0 < counts["cond"] == counts["cpu"]
 
 
@@ -246,7 +226,7 @@ def test_a_skip_by_select_shows_zeros_to_the_wrapped_optimizer(settings):
         return updates, state
 
     inner = optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), record), optax.sgd(1.0))
-    optimizer = loss_scaled(inner, 1.0, skip="select", **settings)
+    optimizer = loss_scaled(inner, 1.0, skip_by="select", **settings)
     opt_state, step = optimizer.init(PARAMS), jax.jit(optimizer.apply_gradients)
     ones = jax.tree.map(jnp.ones_like, PARAMS)
     for grads in (ones, BAD, *[ones] * 3, _times(ones, 1e3)):

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, state_to_dict
-from lossscale_jax import get_scale_state, load_scale_state, loss_scaled
+from lossscale_jax import get_last_step, get_scale_state, load_scale_state, loss_scaled
 from tests.adapters.jax_reading import bits
 
 PROGRAMS = 16
@@ -124,10 +124,12 @@ class Reference:
         self.program, self.inner, self.params = program, INNERS[program.inner](), program.params
         self.inner_state = self.inner.init(_in_float32(program.params))
         self.scale_state, self.window = program.policy.init_state(), []
+        self.applied, self.overflowed, self.norm = False, False, 0.0
 
     def step(self, grads, overflows):
         settings, policy = self.program.settings, self.program.policy
         self.window.append(None if overflows else _in_float32(grads))
+        self.applied, self.overflowed = False, None in self.window
         if len(self.window) < settings["accumulation_steps"]:
             return
         is_whole = None not in self.window
@@ -140,10 +142,11 @@ class Reference:
     def _apply(self, grads):
         if self.program.settings["max_norm"] is not None:
             squares = [np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(grads) if _is_float(leaf)]
-            shrink = np.float32(min(1.0, self.program.settings["max_norm"] / max(np.sqrt(sum(squares)), 1e-30)))
+            self.norm = np.sqrt(sum(squares))
+            shrink = np.float32(min(1.0, self.program.settings["max_norm"] / max(self.norm, 1e-30)))
             grads = jax.tree.map(lambda leaf: leaf * shrink if _is_float(leaf) else leaf, grads)
         updates, self.inner_state = self.inner.update(grads, self.inner_state, _in_float32(self.params))
-        self.params = _moved(self.params, updates)
+        self.params, self.applied = _moved(self.params, updates), True
 
 
 def _optimizer(program):
@@ -182,12 +185,12 @@ def _resumed(program, carry):
 
 
 def _run(program, **jit_options):
-    """Yield parameters and scale state after each step, as the program's mode runs it."""
+    """Yield parameters, scale state and outcome after each step, as the program's mode runs it."""
     jit = functools.partial(jax.jit, **jit_options)
     optimizer = _optimizer(program)
     step, params = _step(program, optimizer), jax.tree.map(jnp.copy, program.params)
     carry = params, optimizer.init(params)
-    seen = lambda carry: (carry[0], get_scale_state(carry[1]))  # noqa: E731
+    seen = lambda carry: (carry[0], get_scale_state(carry[1]), get_last_step(carry[1]))  # noqa: E731
     stacked = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
     batches = [(grads, jnp.asarray(overflows)) for grads, overflows in program.batches]
     if program.mode == "scan":
@@ -213,18 +216,21 @@ def _run(program, **jit_options):
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_a_program_is_the_bare_optimizers(seed):
-    """Step by step the same parameters, in the same dtypes, and the scale state that the policy gives on the host.
+    """Step by step the same parameters, in the same dtypes, the scale state that the policy gives, and the outcome.
 
     A call that applies nothing leaves them as they were, bit for bit.
     """
     program = _program(seed)
     reference, before = Reference(program), program.params
-    for (grads, overflows), (params, scale_state) in zip(program.batches, _run(program), strict=True):
+    for (grads, overflows), (params, scale_state, last_step) in zip(program.batches, _run(program), strict=True):
         old = reference.params
         reference.step(grads, overflows)
         assert reference.params is not old or bits(params) == bits(before)
         before = params
         assert [float(number) for number in scale_state] == [float(number) for number in reference.scale_state]
+        assert (last_step.applied, last_step.overflowed) == (reference.applied, reference.overflowed)
+        assert last_step.norm is None or last_step.norm == pytest.approx(reference.norm, rel=1e-5)
+        assert (last_step.norm is None) == (program.settings["max_norm"] is None)
         assert jax.tree.structure(params) == jax.tree.structure(reference.params)
         for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(reference.params), strict=True):
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
@@ -240,8 +246,8 @@ def test_a_program_goes_by_select_as_it_goes_by_cond(seed):
     program = _program(seed)
     guard = SpikeGuard(threshold=1.5, memory=4, warmup=2) if seed % 2 else None
     runs = {}
-    for skip in ("cond", "select"):
-        settings = program.settings | {"skip": skip, "guard": guard}
+    for skip_by in ("cond", "select"):
+        settings = program.settings | {"skip_by": skip_by, "guard": guard}
         run = _run(dataclasses.replace(program, settings=settings), compiler_options=UNFUSED)
-        runs[skip] = [bits(step) for step in run]
+        runs[skip_by] = [bits(step) for step in run]
     assert runs["select"] == runs["cond"]

@@ -11,7 +11,7 @@ from lossscale_core import FixedScaling
 from lossscale_jax import all_finite, init_state, loss_scaled, overflow_report, scale, select, unscale, value_and_grad
 from tests.jax_names import enable_x64
 
-FLOAT8 = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3b11fnuz, jnp.float8_e3m4, jnp.float8_e8m0fnu]
+FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e3m4", "float8_e8m0fnu"]
 
 
 @pytest.mark.parametrize("shape", [(3,), (0, 3)])

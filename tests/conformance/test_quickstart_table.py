@@ -73,10 +73,9 @@ class _JAX(Column):
             self.names["loss"] = (weights * factor).sum()
             return self.run(_SCALE)
 
-        before, grads = self.names["opt_state"], jax.grad(scaled_loss)(self.weights)
-        self.weights, after = self.names["optimizer"].apply_gradients(grads, before, self.weights)
-        states = {"before": before.scale_state, "after": after.scale_state}
-        self.names |= {"opt_state": after, **states}
+        opt_state, grads = self.names["opt_state"], jax.grad(scaled_loss)(self.weights)
+        self.weights, opt_state = self.names["optimizer"].apply_gradients(grads, opt_state, self.weights)
+        self.names |= {"opt_state": opt_state, "after": opt_state.scale_state}
 
 
 class _Keras(Column):

@@ -5,11 +5,10 @@ from typing import NamedTuple, assert_type
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax  # type: ignore[import-untyped]
 
 import lossscale_jax
-from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, gradient_range, metrics, state_to_dict, step_info
+from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, gradient_range, metrics, state_to_dict
 from lossscale_core.adapters import GradientReport
 from lossscale_jax import LossScaledState, get_scale_state, loss_scaled, scale, select, value_and_grad
 from lossscale_jax.testing import check_train_step
@@ -64,11 +63,12 @@ def train_around_an_optimizer(params: Params, inputs: jax.Array) -> Params:
     saved = state_to_dict(get_scale_state(opt_state), POLICY)
     restored = lossscale_jax.load_scale_state(opt_state, saved, POLICY)
     assert_type(restored, LossScaledState)
-    info = step_info(get_scale_state(opt_state), get_scale_state(restored), spiked=jnp.bool_(True))
-    assert_type(info.applied, jax.Array | np.bool_)
+    last_step = lossscale_jax.get_last_step(opt_state)
+    assert_type(last_step.applied, jax.Array)
+    assert_type(last_step.norm, jax.Array | None)
     if opt_state.window is not None:
-        assert_type(opt_state.window.stepped, jax.Array)
-    return select(info.applied, params, params)
+        assert_type(opt_state.window.seen, jax.Array)
+    return select(last_step.applied, params, params)
 
 
 def train_around_a_function(params: Params, inputs: jax.Array) -> Params:
@@ -115,5 +115,5 @@ def make_mistakes(opt_state: LossScaledState) -> None:
     """Make mistakes that a type checker has to find: `--warn-unused-ignores` says where it does not."""
     scale(1.0, opt_state)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     opt_state.mu  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
-    loss_scaled(optax.sgd(0.1), POLICY, skip="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    loss_scaled(optax.sgd(0.1), POLICY, skip_by="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     loss_scaled(optax.sgd(0.1), object())  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
