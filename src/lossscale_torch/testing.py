@@ -102,6 +102,11 @@ def _check_skips(build: Callable[[GradScaler], TrainingLoop]) -> None:
             clean.set_scale(run.get_scale())
             run.take_step(number)
             clean.take_step(number)
+            if run.has_leftovers and not run.last_step.applied:
+                raise AssertionError(
+                    f"step {number} was skipped although its losses were finite, since the gradients of a skipped step "
+                    "were still there; clear them in every step (optimizer.zero_grad()), not only after an applied one"
+                )
             # A setting that differs is the cause of what else differs.
             if names := sorted(_differing(run.followers(), clean.followers()), key=lambda name: not _is_setting(name)):
                 listed = loops.listed(names)
@@ -184,6 +189,8 @@ class _Run(GradScaler):
 
     factor = 1.0
     updates = 0
+    has_leftovers: bool | None = None
+    """Whether gradients that are not finite existed before the first loss of the last step was scaled."""
     sizes_by_param: dict[Tensor, float]
     """The largest element of each gradient in the last step before it was unscaled."""
     norms: list[float]
@@ -201,6 +208,7 @@ class _Run(GradScaler):
     def take_step(self, number: int, factor: float = 1.0) -> None:
         """Take a step of the loop with all losses times `factor`."""
         self.factor, self.updates, self.sizes_by_param, self.norms = factor, 0, {}, []
+        self.has_leftovers = None
         torch.manual_seed(number + 1)
         with register_optimizer_step_pre_hook(self._note_norm):
             self.loop.step(number)
@@ -236,6 +244,9 @@ class _Run(GradScaler):
     # The methods that the loop calls.
 
     def scale(self, outputs: Any) -> Any:
+        if self.has_leftovers is None:
+            grads = [values_of(param.grad) for param in params_of(self.loop.optimizer) if param.grad is not None]
+            self.has_leftovers = not all(bool(torch.isfinite(grad).all()) for grad in grads)
         scaled = super().scale(outputs)
         if isinstance(scaled, Iterator):  # it calls this method for each loss
             return scaled

@@ -107,6 +107,15 @@ def _step_by_itself(loop, batch):
     loop.follow(loop.scaler.update())
 
 
+def _clear_after_applied_steps(loop, batch):
+    loop.backward(batch)
+    loop.scaler.step(loop.optimizer)
+    info = loop.scaler.update()
+    loop.follow(info)
+    if info.applied:
+        loop.optimizer.zero_grad()
+
+
 def _ask_the_step(loop, batch):
     loop.optimizer.zero_grad()
     loop.backward(batch)
@@ -140,6 +149,11 @@ WRONG = [
     ("follow", _average_at_once, r"step 0 was to be skipped, but ema\.0\.weight changed"),
     ("keeps_buffers", False, r"step 0 was to be skipped, but model\.1\..*protect buffers"),
     ("step", _step_by_itself, r"step 0 was applied although its losses were infinite"),
+    (
+        "step",
+        _clear_after_applied_steps,
+        r"step 1 was skipped although its losses were finite.*clear them in every step",
+    ),
     ("backward", _clip_scaled, r"at step 0 a loss scale of 1 and one of 1024 gave the optimizer gradients of norm"),
     ("backward", _add_a_little, r"at step 0 the loss was multiplied by zero, and 0\.weight has a gradient other than"),
     ("follow", _update_twice, r"step\(0\) called scaler\.update\(\) 2 times"),
