@@ -107,7 +107,11 @@ def check_train_step(
                 raise AssertionError(f"step {number} was to overflow by an infinite loss scale, but {counted}; {hint}")
             moved = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
             if moved:
-                raise AssertionError(not_skipped(number, [change(n, old[n], new[n]) for n in moved], _SELECT))
+                has_floats = any(is_array(old[name]) and is_gradient(old[name]) for name in moved)
+                hint = (
+                    _SELECT if has_floats else f"{_SELECT}; for random keys and counts of batches pass may_move={moved}"
+                )
+                raise AssertionError(not_skipped(number, [change(n, old[n], new[n]) for n in moved], hint))
         else:
             small = taken(SCALES[0], batch)
             for loss_scale, limit in ((SCALES[1], CLOSE), (_TINY, _TURNED)):

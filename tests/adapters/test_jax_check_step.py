@@ -71,6 +71,10 @@ def test_an_average_and_a_count_outside_of_the_select():
         check_train_step(step, _start(), BATCHES)
     with pytest.raises(AssertionError, match=rf"{moved}; a skipped"):
         check_train_step(step, _start(), BATCHES, may_move=["[4]"])
+    counts = jax.jit(_by_hand(lambda finite, new, old: (select(finite, new[0], old[0]), new[1])))
+    with pytest.raises(AssertionError, match=r"\[4\] went from 0 to 1.*counts of batches pass may_move=\['\[4\]'\]"):
+        check_train_step(counts, _start(), BATCHES)
+    check_train_step(counts, _start(), BATCHES, may_move=["[4]"])
 
 
 def test_an_overflow_that_the_policy_never_receives():
