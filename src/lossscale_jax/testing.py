@@ -107,7 +107,7 @@ def check_train_step(
                 raise AssertionError(f"step {number} was to overflow by an infinite loss scale, but {counted}; {hint}")
             moved = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
             if moved:
-                has_floats = any(is_array(old[name]) and is_gradient(old[name]) for name in moved)
+                has_floats = any(is_float(old[name]) for name in moved)
                 hint = (
                     _SELECT if has_floats else f"{_SELECT}; for random keys and counts of batches pass may_move={moved}"
                 )
