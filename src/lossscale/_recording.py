@@ -77,10 +77,9 @@ class Recording:
                     multiprocessing.util.Finalize(None, self._finish, exitpriority=0)
             else:
                 self.say(f"process {os.getpid()} records nothing, since another process writes {file}; {_LAUNCH}")
-        if scaler not in self._numbers:
-            self._numbers[scaler] = len(self._views)
+        number = self._numbers.setdefault(scaler, len(self._views))
+        if number == len(self._views):
             self._views.append(_GradScaler.__new__(_GradScaler))
-        number = self._numbers[scaler]
         vars(self._views[number]).update({name: vars(scaler)[name] for name in _PARTS})
         self._rows.append((*row, number))
         is_waiting = any(isinstance(cell, torch.Tensor) and not cell.is_cpu for cell in row)

@@ -107,7 +107,8 @@ def read_data(path: Path, kind: str, error: type[LossScaleError]) -> Any:
             return tomllib.loads(text)
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as reason:
-        raise error(f"{os.fspath(path)} is not valid {suffix[1:].upper()}: {reason}") from reason
+        kind = "TOML" if suffix == ".toml" else "JSON"
+        raise error(f"{os.fspath(path)} is not valid {kind}: {reason}") from reason
 
 
 def csv_lines(rows: Iterable[Sequence[Any]], titles: Sequence[str] = ()) -> Iterator[str]:

@@ -159,18 +159,6 @@ def test_a_module_runs_as_it_does_without_us(run, tmp_path, name, status):
     assert (status == 1) == ("No module named 'absent'" in done.stderr)
 
 
-@pytest.mark.parametrize(("options", "lines"), [((), 2), (("--trace", "ours.csv"), 1)])
-def test_an_option_after_the_script_is_the_scripts(run, tmp_path, options, lines):
-    """A line says so, unless the command has the option, too."""
-    (tmp_path / "train.py").write_text("import sys; print(sys.argv)")
-    done = run(tmp_path, *options, "train.py", "--trace", "x.csv")
-    assert done.stdout == "['train.py', '--trace', 'x.csv']\n"
-    said = done.stderr.splitlines()
-    assert len(said) == lines
-    if lines == 2:
-        assert said[0] == "lossscale: --trace after train.py goes to the script; for lossscale write it before train.py"
-
-
 @pytest.mark.parametrize("program", [("-m", "nowhere"), ("-m", "package.nowhere"), ("-m", "gone.nowhere")])
 def test_a_program_that_is_not_there_is_named(run, tmp_path, program):
     """Before anything else, with status 2."""
@@ -410,24 +398,6 @@ def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
     for rank in range(2):
         _require_simulated(_rows(tmp_path / f"scale.rank{rank}.csv"))
         assert f"lossscale: rank {rank}: healthy: 2 of 8" in done.stderr or "lossscale: healthy: 2 of 8" in done.stderr
-
-
-SPAWNED = """
-    import torch.multiprocessing as mp
-
-    def work(rank):
-        train(torch.amp.GradScaler("cpu"))
-
-    if __name__ == "__main__":
-        mp.spawn(work, nprocs=1)
-"""
-
-
-def test_processes_that_a_script_starts_are_not_recorded(tmp_path):
-    """They run as without the command, which says so."""
-    done, rows = _traced(_launched(), tmp_path, SPAWNED)
-    assert not rows
-    assert "no scaler was updated in this process" in done.stderr
 
 
 FIRST = {

@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lossscale_core
 from lossscale import from_tool, tools
-from lossscale_core import (
-    DynamicScaling,
-    SpikeGuard,
-    dump_policy,
-    load_policy,
-    policy_from_dict,
-    state_from_dict,
-    state_to_dict,
-)
+from lossscale_core import DynamicScaling, dump_policy, load_policy, policy_from_dict, state_from_dict, state_to_dict
 from lossscale_core.testing import simulate, trace_to_csv
 from tests.command.commanding import run, succeed
 
@@ -151,7 +144,10 @@ def test_a_restarted_run_counts_its_steps_once(tmp_path):
 def test_a_written_trace_is_simulated_by_its_own_steps(tmp_path_factory, finite, has_guard, first):
     """The same policy has the same run, and the stretches name the steps of the file, wherever they begin."""
     folder, policy = tmp_path_factory.mktemp("traces"), DynamicScaling(growth_interval=2)
-    guarded = {"norms": [4.0 ** (n % 3) for n in range(len(finite))], "guard": SpikeGuard(threshold=2.0, warmup=1)}
+    guarded = {
+        "norms": [4.0 ** (n % 3) for n in range(len(finite))],
+        "guard": lossscale_core.SpikeGuard(threshold=2.0, warmup=1),
+    }
     trace = simulate(policy, finite, **(guarded if has_guard else {}))
     trace_to_csv(trace, folder / "t.csv")
     dump_policy(policy, folder / "p.toml")

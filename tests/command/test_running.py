@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 import lossscale
 import lossscale_core
@@ -65,14 +64,3 @@ def test_the_package_has_the_translator_and_the_version():
     """The names of the core have one place, which is `lossscale_core`."""
     assert lossscale.__all__ == ["__version__", "from_tool", "state_from_tool", "tools"]
     assert lossscale.__version__ is lossscale_core.__version__
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_can_complete_the_command(shell, monkeypatch):
-    """The line on the command's page prints a script for each shell, and `pol` completes to `policy`."""
-    monkeypatch.setenv("_LOSSSCALE_COMPLETE", f"{shell}_source")
-    assert "_LOSSSCALE_COMPLETE" in _python("-m", "lossscale").stdout
-    monkeypatch.setenv("_LOSSSCALE_COMPLETE", f"{shell}_complete")
-    monkeypatch.setenv("COMP_WORDS", "lossscale pol")
-    monkeypatch.setenv("COMP_CWORD", "pol" if shell == "fish" else "1")
-    assert "policy" in _python("-m", "lossscale").stdout

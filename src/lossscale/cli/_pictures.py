@@ -10,8 +10,9 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from lossscale.cli._trace import Trace
+
 if TYPE_CHECKING:  # the demo imports threadpoolctl, which a picture of a trace does not need
-    from lossscale.cli._trace import Trace
     from lossscale.demo import Run
 
 _GREY, _BLUE, _RED = "#808080", "#3b8fd4", "#e0452b"
@@ -29,7 +30,7 @@ _STYLE: Any = {
 _SMOOTHING = 9
 
 
-def draw_trace(run: "Trace", suffix: str) -> bytes:
+def draw_trace(run: Trace, suffix: str) -> bytes:
     """Return a picture of a run's loss scale, its skipped steps and, if it is known, its gradient norm."""
     known = np.isfinite(run.norm) & (run.norm > 0)
     has_norm = bool(known.any())

@@ -22,7 +22,6 @@ from lossscale_core.adapters import read_torch_keys, shown, shown_names
 from lossscale_core.errors import CheckpointError
 from lossscale_core.files import open_file, read_data
 
-_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # Megatron-LM has its scaler below two keys. Further down is a dict for each parameter.
 _DEEPEST = 3
 _MOST_DICTS = 1000
@@ -91,10 +90,6 @@ def _scalers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _content(path: Path) -> Mapping[str, Any]:
     """Return the dict in a file. Objects of other classes in a file of `torch.save` are dicts of their attributes."""
-    if path.suffix.lower() not in (".json", *_OF_TORCH):
-        open_file(path, "archive", CheckpointError).close()  # a file that is missing has no format
-        formats = f"JSON (.json), or written by torch.save ({', '.join(_OF_TORCH)})"
-        raise CheckpointError(f"{path} must be a file in {formats}; save it as one")
     is_json = path.suffix.lower() == ".json"
     content = read_data(path, "state", CheckpointError) if is_json else _read_archive(path)
     if not isinstance(content, Mapping):
@@ -103,28 +98,30 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 
 def _read_archive(path: Path) -> Any:
-    import torch
-    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
-
     with open_file(path, "archive", CheckpointError) as file:
         try:
             archive = zipfile.ZipFile(file)
-            pickles = [part for part in archive.infolist() if part.filename.endswith(".pkl")]
-            is_large = sum(part.file_size for part in pickles) > _MOST_PICKLED
             # What torch.save writes is stored as it is. A compressed part may be of any size, and so may a bytearray.
-            is_odd = any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
-            if is_large or is_odd or any(b"bytearray" in archive.read(part) for part in pickles):
+            is_stored = all(part.compress_type == zipfile.ZIP_STORED for part in archive.infolist())
+            pickles = [part for part in archive.infolist() if part.filename.endswith(".pkl")]
+            is_small = sum(part.file_size for part in pickles) <= _MOST_PICKLED
+            if not is_stored or not is_small or any(b"bytearray" in archive.read(part) for part in pickles):
                 most = f"more than {_MOST_PICKLED} bytes of pickles, compressed parts or bytearrays"
                 raise ValueError(f"it has {most}; save the scaler by itself")
+            import torch
+            from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
             file.seek(0)
             names = get_unsafe_globals_in_checkpoint(file)
             file.seek(0)
             with safe_globals([(type(name.rpartition(".")[2], (_Attributes,), {}), name) for name in names]):
                 return torch.load(file, weights_only=True, map_location="cpu")
+        except ModuleNotFoundError:
+            raise
         except Exception as error:  # these parsers raise nearly anything for a file that was cut or written by hand
             reason = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{path} is damaged, or is not a zip archive, as torch.save writes: {shown(reason)}; "
+                f"{path} is damaged, or is neither .json nor a zip archive, as torch.save writes: {shown(reason)}; "
                 "if you trust it, load and save it again with a newer PyTorch"
             ) from error
 

@@ -1,7 +1,6 @@
 """The subcommand `lossscale policy`: check policy files, and make them from other tools' configs."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -43,7 +42,9 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
     """
     if out is not None:
         require_new(out, overwrite=overwrite)
-    config = _config(file)
+    config = read_data(file, "policy", PolicyError)
+    if not isinstance(config, dict):
+        raise PolicyError(f"{file} holds {shown(config)}, but must hold a dict of keys; pass another file")
     if tool is None:
         found = tools_of_config(config)
         if len(found) != 1:
@@ -62,15 +63,3 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
 def _print(scaling: ScalingPolicy, as_json: bool) -> None:
     """Print all settings of a policy as TOML or JSON."""
     click.echo(policy_text(scaling, ".json" if as_json else ".toml"), nl=False)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """Return the dict in another tool's config."""
-    if path.suffix.lower() not in (".json", ".toml"):
-        raise PolicyError(
-            f"{path} must be in JSON or TOML (.json, .toml); read another format in Python, and pass from_tool the dict"
-        )
-    config = read_data(path, "policy", PolicyError)
-    if not isinstance(config, dict):
-        raise PolicyError(f"{path} holds {shown(config)}, but must hold a dict of keys; pass another file")
-    return config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lossscale.cli._shared import FILE, example, say, typed_policy
+from lossscale.cli._shared import FILE, example, typed_policy
 
 
 @click.command(
@@ -30,11 +30,6 @@ def command(policy: str | None, trace: Path | None, is_module: bool, program: tu
         raise click.UsageError(f"--trace {trace} must end in .csv; pass such a name")
     if not is_module and not Path(program[0]).is_file():
         raise click.UsageError(f"{program[0]} is not a script; pass the path of one, or -m and the name of a module")
-    for option, value in (("--policy", policy), ("--trace", trace)):
-        if value is None and any(each == option or each.startswith(f"{option}=") for each in program[1:]):
-            say(
-                f"lossscale: {option} after {program[0]} goes to the script; for lossscale write it before {program[0]}"
-            )
     from lossscale import _recording, _script
 
     _recording.start(scaling, None if trace is None else trace.absolute())

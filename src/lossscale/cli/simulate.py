@@ -13,12 +13,10 @@ from lossscale_core import BaseScaling, ScalingPolicy, diagnose, policy_to_dict,
 from lossscale_core.adapters import shown_number
 
 _ONLY_FLAGS = (
-    "the trace holds flags only, and no gradient magnitudes: these overflows do not react to the scale; under another "
-    "policy the run would have met others"
+    "the trace has no gradient magnitudes, so that its overflows do not react to the scale; a real run may differ"
 )
 _WITH_MAGNITUDES = (
-    "a step overflows if its largest gradient, times the scale, exceeds {dtype}; one that overflowed in the trace does "
-    "so at the scale that it had there, and above"
+    "a step overflows if its largest gradient, times the scale, exceeds {dtype}; or from its own overflow's scale on"
 )
 
 
