@@ -160,8 +160,13 @@ def start(policy: ScalingPolicy | None, trace: Path | None) -> None:
         scaler.__name__, scaler.__qualname__, scaler.__module__ = name, name, home  # so that pickles find them
         for module in modules:
             setattr(module, name, scaler)
-    for deprecated in (torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler):
-        deprecated.__bases__ = (Recorded,)  # their constructors call the next one with the device
+    amp: Any
+    for device, amp in (("cuda", torch.cuda.amp), ("cpu", torch.cpu.amp)):
+        members = {
+            "__init__": functools.partialmethod(Recorded.__init__, device),
+            "__module__": amp.GradScaler.__module__,
+        }
+        amp.GradScaler = amp.grad_scaler.GradScaler = type("GradScaler", (Recorded,), members)
 
 
 def _rank() -> tuple[int, int]:

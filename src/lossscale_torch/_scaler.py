@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
+from torch.amp import GradScaler as TorchScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -154,7 +155,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         self._state = ScalerState(NoScaling().init_state())
         with contextlib.suppress(TypeError):  # of a factor that is not a number, which the policy names
             settings: dict[str, Any] = torchs if policy is None else {}
-            torch.amp.GradScaler.__init__(self, device, enabled=enabled, **settings)  # torch.cuda.amp's warns
+            TorchScaler.__init__(self, device, enabled=enabled, **settings)  # torch.cuda.amp's warns
         self._policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
         self._state.load(self._policy.init_state(), self._policy)
