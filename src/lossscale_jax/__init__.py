@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
     needed = f"lossscale_jax needs jax and optax, and {error.name} is not installed"
     raise ModuleNotFoundError(f'{needed}; run: pip install "lossscale[jax]"', name=error.name) from error
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, __version__
 from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled
 from lossscale_jax._states import LastStep, LossScaledState, Window, get_last_step, get_scale_state, load_scale_state
 from lossscale_jax._verbs import all_finite, init_state, overflow_report, scale, select, unscale, value_and_grad
@@ -25,6 +25,7 @@ __all__ = [
     "NoScaling",
     "SpikeGuard",
     "Window",
+    "__version__",
     "all_finite",
     "get_last_step",
     "get_scale_state",

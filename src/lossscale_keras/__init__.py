@@ -9,7 +9,7 @@ except ModuleNotFoundError as error:
         'lossscale_keras needs Keras 3, and keras is not installed; run: pip install "lossscale[keras]"', name="keras"
     ) from error
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, __version__
 from lossscale_keras._logger import LossScaleLogger
 from lossscale_keras._optimizer import LossScaleOptimizer
 from lossscale_keras._report import overflow_report
@@ -22,6 +22,7 @@ __all__ = [
     "LossScaleOptimizer",
     "NoScaling",
     "SpikeGuard",
+    "__version__",
     "all_finite",
     "init_state",
     "overflow_report",

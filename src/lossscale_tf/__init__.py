@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, __version__
 from lossscale_tf import v1
 from lossscale_tf._report import overflow_report
 from lossscale_tf._state import init_state
@@ -26,6 +26,7 @@ __all__ = [  # without the subpackage `keras`: after `import *` its name would h
     "LossScaleOptimizer",
     "NoScaling",
     "SpikeGuard",
+    "__version__",
     "all_finite",
     "init_state",
     "overflow_report",

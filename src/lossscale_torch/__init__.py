@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
         'lossscale_torch needs torch, which is not installed; run: pip install "lossscale[torch]"', name="torch"
     ) from error
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, __version__
 from lossscale_torch import hooks
 from lossscale_torch._extras._float32_plan import float32_plan, keep_in_float32
 from lossscale_torch._extras._guarded import GuardedOptimizer, guarded
@@ -31,6 +31,7 @@ __all__ = [
     "RangeReport",
     "SpikeGuard",
     "StepInfo",
+    "__version__",
     "all_finite",
     "float32_plan",
     "guarded",

@@ -66,7 +66,7 @@ def test_arguments_in_the_wrong_place_are_named(adapter):
 def test_the_face_lists_what_users_may_touch(adapter):
     """Complete and documented; a class is found where users import it."""
     submodules = {name for name, value in vars(adapter).items() if inspect.ismodule(value)} - {*adapter.__all__}
-    public = {name for name in vars(adapter) if not name.startswith("_")} - submodules
+    public = {name for name in vars(adapter) if not name.startswith("_") or name == "__version__"} - submodules
     assert {*adapter.__all__, "overflow_report", *VERBS} == public
     for name in adapter.__all__:
         assert getattr(adapter, name).__doc__, name
@@ -77,7 +77,7 @@ def test_the_face_lists_what_users_may_touch(adapter):
 
 @EACH_PACKAGE
 def test_one_import_is_enough(adapter):
-    """The policies and the guard are also found where the scaler is, and are the core's own."""
-    for name in ("NoScaling", "FixedScaling", "DynamicScaling", "SpikeGuard"):
+    """The policies, the guard and the version are also found where the scaler is, and are the core's own."""
+    for name in ("NoScaling", "FixedScaling", "DynamicScaling", "SpikeGuard", "__version__"):
         assert name in adapter.__all__
         assert getattr(adapter, name) is getattr(lossscale_core, name)

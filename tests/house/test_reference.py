@@ -42,7 +42,7 @@ def _homes(path: Path) -> dict[str, str]:
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in imports
         for alias in node.names
-        if node.module in MODULES and not alias.name.startswith("_")
+        if node.module in MODULES and (alias.name == "__version__" or not alias.name.startswith("_"))
     }
 
 
