@@ -163,14 +163,10 @@ def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> fl
     if not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
         members = BaseScaling.of(policy)
         return _bounded("new_scale", value, members.min_scale, members.max_scale)
-    if isinstance(value, torch.Tensor):
-        needs = "with" if value.requires_grad else "without"
-        given = f"a tensor of shape {tuple(value.shape)} on {value.device} {needs} requires_grad"
-    else:
-        given = shown(value)
     raise AssertionError(
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
-        f"requires_grad=False. It is {given}; pass a positive number, or a tensor of one element on {device_type}."
+        f"requires_grad=False. It is {shown(value)}; pass a positive number, or a tensor of one element on "
+        f"{device_type}."
     )
 
 

@@ -115,7 +115,6 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
     Raises:
         PolicyError: For `policy` together with torch's settings, for settings that break a rule, and for two guards.
         TypeError: For a `device` that is not a device.
-        ValueError: For the name of a device type that is unknown to torch.
     """
 
     last_step: StepInfo
@@ -829,13 +828,6 @@ def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:
     if not isinstance(device, str | torch.device):
         meant = f"init_scale={device!r}" if isinstance(device, int | float) else "policy=..."
         raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; write GradScaler('cuda', {meant})")
-    try:
-        torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(
-            f"device={device!r} is not a device type of torch; it takes the type of the device that computes the loss; "
-            "pass 'cuda', 'cpu', 'mps' or 'xpu'"
-        ) from error
     if enabled and str(device) == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
         turned_off = ", ".join(f"{name}=" for name in options)
         hint = f"  This turns {turned_off} off, too; pass the device that computes, as in GradScaler('cpu')"

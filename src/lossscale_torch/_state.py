@@ -277,17 +277,17 @@ class DeviceFields:
 
     def on_host(self, scale: Tensor, tracker: Tensor) -> ScaleState:
         """Return the state as host scalars. Waits for the device, once for floats and once for counts."""
-        tensors = [scale, tracker, *self._fields]
-        floats = torch.stack([tensor for tensor in tensors if tensor.dtype is torch.float32])
-        counts = torch.cat([tracker.long().reshape(1), self.counts]).clamp(max=_LARGEST_COUNT)
-        numbers = {True: iter(floats.cpu().tolist()), False: iter(counts.cpu().tolist())}
-        values = [next(numbers[tensor.dtype is torch.float32]) for tensor in tensors]
-        return type(self._like)(*(type(like)(value) for like, value in zip(self._like, values, strict=True)))
+        fields = [field for field in self._fields if field.dtype is torch.float32]
+        floats = torch.stack([scale, *fields]).cpu().tolist()
+        counts = torch.cat([tracker.long().reshape(1), self.counts]).clamp(max=_LARGEST_COUNT).cpu().tolist()
+        return self.with_numbers(counts[1:], floats[0], counts[0], floats[1:])
 
-    def with_numbers(self, counts: Sequence[float], scale: float = 1.0, tracker: float = 0.0) -> ScaleState:
+    def with_numbers(
+        self, counts: Sequence[float], scale: float = 1.0, tracker: float = 0.0, floats: Sequence[float] = ()
+    ) -> ScaleState:
         """Return the state as host scalars, with numbers that were copied to the host."""
-        numbers = iter(counts)
-        rest = [like if like.dtype.kind == "f" else type(like)(next(numbers)) for like in self._like[2:]]
+        numbers, others = iter(counts), iter(floats)
+        rest = [type(like)(next(others, like) if like.dtype.kind == "f" else next(numbers)) for like in self._like[2:]]
         return type(self._like)(np.float32(scale), np.int32(tracker), *rest)
 
     def copies(self, scale: Tensor, tracker: Tensor) -> ScaleState:

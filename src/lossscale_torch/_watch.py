@@ -130,7 +130,7 @@ class Watch(Hook):
         return [fields.counts, scaler._scale, scaler._growth_tracker]
 
     def _log_late(self, scaler: "GradScaler", fields: DeviceFields, numbers: list[float]) -> None:
-        self.log(scaler.policy, fields.with_numbers(numbers[:-2], *numbers[-2:]))
+        self.log(scaler.policy, fields.with_numbers(numbers[:-2], numbers[-2], numbers[-1]))
 
     def log(self, policy: ScalingPolicy, state: ScaleState) -> None:
         """Log the events of a state on the host."""

@@ -361,12 +361,6 @@ class SameOnRanks(Hook):
 
     def __init__(self, process_group: "ProcessGroup | None" = None, norm_group: "ProcessGroup | None" = None) -> None:
         self.process_group, self.norm_group = process_group, norm_group
-        for name, group in vars(self).items():
-            if group is not None and not _is_group(group):
-                raise TypeError(
-                    f"{name}={shown(group)} is not a process group; pass torch.distributed.group.WORLD after "
-                    "init_process_group(), or what new_group() returned"
-                )
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
         """Replace the flags by their maximum over the ranks. Does not synchronise with the host."""
@@ -452,13 +446,6 @@ def _groups_of_meshes(optimizers: Iterable[Optimizer]) -> "list[ProcessGroup]":
     meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
     here = sorted((mesh for mesh in meshes if mesh.get_coordinate() is not None), key=lambda mesh: mesh.size())
     return list(dict.fromkeys(mesh.get_group(dim) for mesh in here for dim in range(mesh.ndim) if mesh.size(dim) > 1))
-
-
-def _is_group(group: Any) -> bool:
-    if isinstance(group, bool) or not torch.distributed.is_available():
-        return False
-    # A rank outside of a group has the number of `new_group` for it.
-    return isinstance(group, (torch.distributed.ProcessGroup, type(torch.distributed.GroupMember.NON_GROUP_MEMBER)))
 
 
 def _has_ranks() -> bool:
