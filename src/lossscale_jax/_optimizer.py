@@ -70,6 +70,11 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """The policy, as in `diagnose(optimizer.policy, get_scale_state(opt_state))`."""
         return self.update.settings.policy
 
+    def __repr__(self) -> str:
+        settings = self.update.settings._asdict().items()
+        given = (f"{name}={value!r}" for name, value in settings if name != "inner" and value is not None)
+        return f"loss_scaled(..., {', '.join(given)})"
+
     def apply_gradients(
         self, grads: PyTree, state: LossScaledState, params: Tree, **extra_args: Any
     ) -> tuple[Tree, LossScaledState]:

@@ -134,6 +134,7 @@ def test_a_large_max_norm_clips_nothing_and_one_of_zero_all(max_norm, size):
 def test_a_rebuilt_optimizer_has_everything():
     """flax 0.11 takes an optimizer apart into a pytree's leaves and puts it together again."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY)
+    assert repr(optimizer) == f"loss_scaled(..., policy={POLICY}, accumulation_steps=1)"
     rebuilt = jax.tree.map(lambda leaf: leaf, optimizer)
     assert (type(rebuilt), rebuilt.policy) == (type(optimizer), POLICY)
     opt_state = rebuilt.init(PARAMS)
