@@ -503,6 +503,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._watch.log(self.policy, states.scale)
         return states
 
+    def __repr__(self) -> str:
+        inner, guard = self.inner_optimizer, f", guard={self.guard}" if self.guard else ""
+        return f"{type(self).__name__}({type(inner).__name__}, policy={self.policy}{guard})"
+
     def __getattr__(self, name: str) -> Any:
         hint = ""
         if name in ("get_scaled_loss", "get_unscaled_gradients", "minimize", "compute_gradients"):

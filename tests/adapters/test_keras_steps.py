@@ -336,5 +336,6 @@ def test_sparse_gradients_are_clipped_like_dense_ones():
 
 def test_variables_are_named_after_the_optimizer():
     """So that they stay together in `model.get_state_tree()`."""
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, name="inner"), guard=SpikeGuard(), name="scaled")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, name="inner"), 8.0, guard=SpikeGuard(), name="scaled")
+    assert repr(optimizer) == f"LossScaleOptimizer(SGD, policy=FixedScaling(init_scale=8.0), guard={SpikeGuard()})"
     assert {each.path.partition("/")[0] for each in optimizer.variables} == {"scaled", "inner"}
