@@ -76,7 +76,8 @@ class OptimizerStep(dict[str, Any]):
     """Whether an earlier attempt of `attempts` has applied the step, so that this attempt leaves it alone."""
 
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
-        super().__init__(entries or {"stage": READY, "found_inf_per_device": {}})
+        self["stage"], self["found_inf_per_device"] = READY, {}
+        self.update(entries or ())
 
     @property
     def flags(self) -> dict[torch.device | str, Tensor]:
