@@ -23,7 +23,6 @@ TORCHRUN = (
     *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"),
     *("--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
 )
-LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1")
 COMMON = """
 import os, pickle, sys, torch
 torch.manual_seed(0)
@@ -356,30 +355,12 @@ LIGHTNING = f"""
     data = torch.utils.data.DataLoader(recipes._data(), batch_size=None)
     Trainer(**options, gradient_clip_val=1.0).fit(recipes._Lightning(bad={{2, 5}}), data)
 """
-ACCELERATE = """
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedType
-    from accelerate.utils.modeling import get_grad_scaler
-
-    accelerator = Accelerator(cpu=True)
-    accelerator.scaler = get_grad_scaler(DistributedType.FSDP, device="cpu")  # it offers none for a CPU by itself
-    model = torch.nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(8):
-        optimizer.zero_grad()
-        accelerator.backward(model(torch.randn(8, 4)).square().mean())
-        spoil(model.weight, step)
-        optimizer.step()
-        assert accelerator.optimizer_step_was_skipped == (step in (2, 5))
-"""
 
 
-@pytest.mark.parametrize("name", ["lightning", "accelerate"])
-def test_a_trainer_is_traced(run, tmp_path, name):
-    """Lightning and `accelerate launch -m lossscale run` make the scaler themselves."""
+def test_a_trainer_is_traced(run, tmp_path):
+    """Lightning makes the scaler itself."""
     dump_policy(POLICY, tmp_path / "policy.toml")
-    run, script = (run, LIGHTNING) if name == "lightning" else (_launched(*LAUNCH), ACCELERATE)
-    done, rows = _traced(run, tmp_path, script, "--policy", "policy.toml")
+    done, rows = _traced(run, tmp_path, LIGHTNING, "--policy", "policy.toml")
     _require_simulated(rows)
     assert "lossscale: healthy: 2 of 8 steps skipped" in done.stderr
 

@@ -50,7 +50,6 @@ REFUSED = [
     ("good.csv", "plot {} -o none/s.png", GOOD, "none/s.png: No such file or directory; make its folder first"),
     ("good.csv", CONVERT, GOOD, "good.csv is not valid JSON"),
     ("good.txt", SIMULATE, GOOD, "good.txt must be a .csv file"),
-    ("good.txt", CHECKPOINT, GOOD, "good.txt is damaged, or is neither .json nor a zip archive, as torch.save writes"),
     ("long.csv", SIMULATE, LONG, "long.csv has more than 2**20 steps"),
     ("empty.csv", SIMULATE, b"", "empty.csv has no column step; it has nothing"),
     ("short.csv", SIMULATE, TITLES + b"0,8.0\n" * 1000, "short.csv holds no steps"),

@@ -98,6 +98,9 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 
 def _read_archive(path: Path) -> Any:
+    import torch
+    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
     with open_file(path, "archive", CheckpointError) as file:
         try:
             archive = zipfile.ZipFile(file)
@@ -108,16 +111,11 @@ def _read_archive(path: Path) -> Any:
             if not is_stored or not is_small or any(b"bytearray" in archive.read(part) for part in pickles):
                 most = f"more than {_MOST_PICKLED} bytes of pickles, compressed parts or bytearrays"
                 raise ValueError(f"it has {most}; save the scaler by itself")
-            import torch
-            from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
-
             file.seek(0)
             names = get_unsafe_globals_in_checkpoint(file)
             file.seek(0)
             with safe_globals([(type(name.rpartition(".")[2], (_Attributes,), {}), name) for name in names]):
                 return torch.load(file, weights_only=True, map_location="cpu")
-        except ModuleNotFoundError:
-            raise
         except Exception as error:  # these parsers raise nearly anything for a file that was cut or written by hand
             reason = str(error).partition("\n")[0]
             raise CheckpointError(
