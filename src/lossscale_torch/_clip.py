@@ -69,13 +69,14 @@ def _clip_scaled(
     """Unscale and clip by one multiplication, after all that may raise an error."""
     optimizers = [step.optimizer for step in steps]
     gradients = Gradients(optimizers, scaler._half_gradients)
-    state, groups = scaler._state, scaler._groups(optimizers, of_norm=True)
+    state, ranks, groups = scaler._state, scaler._ranks, scaler._groups(optimizers, of_norm=True)
     scale, are_fused = state.scale, True
     for optimizer in optimizers:
         are_fused = are_fused and kind_of(optimizer) is FUSED
     is_on_device = are_fused and (not scale.is_cpu or is_capturing())
     read = None if is_on_device else lambda norm: state.read([], norm)[0]  # the one wait of a step
-    scaled, is_finite = gradients.norm(order, state.one, groups, scaler._ranks.norm_group, read)
+    left_out, ranks.left_out = ranks.left_out, False
+    scaled, is_finite = gradients.norm(order, state.one, groups, ranks.norm_group, read, left_out)
     dtype = gradients.norm_dtype(scale.device)
     factor: float | Tensor
     if is_on_device:

@@ -76,6 +76,7 @@ class Gradients:
         groups: Sequence[Any] = (),
         norm_group: Any = None,
         read: Callable[[Tensor], float] | None = None,
+        left_out: bool = False,
     ) -> tuple[Any, Any]:
         """Return the norm of all elements on all ranks, and whether all of them are finite.
 
@@ -91,6 +92,8 @@ class Gradients:
             norm_group: One of `groups`, of which each rank holds other parameters.
             read: A function that waits for a tensor. It is called without groups, for a 2-norm in the dtype of the
                 gradients, which is then only computed in float64 if it is not finite or tiny.
+            left_out: Whether this rank has left out the last step. If some ranks of `groups` have, and others have not,
+                the norm is -1, and not finite.
         """
         device = one.device
         if read is not None and order == 2.0 and not groups and self._values:
@@ -109,12 +112,16 @@ class Gradients:
         if groups:
             is_largest = order == math.inf
             part = total if is_largest else total**order
-            row = torch.stack([torch.where(is_good, part, 0.0), torch.where(is_good, 0.0, one).to(dtype)])
+            skips = torch.full_like(part, left_out)
+            parts = [torch.where(is_good, part, 0.0), torch.where(is_good, 0.0, one).to(dtype), skips, 1.0 - skips]
+            row = torch.stack(parts)
             operation = torch.distributed.ReduceOp.MAX if is_largest else torch.distributed.ReduceOp.SUM
             for group in groups:
                 torch.distributed.all_reduce(row, op=operation, group=group)
             is_good = row[1] == 0.0
             total = torch.where(is_good, row[0] if is_largest else row[0] ** (1.0 / order), math.nan)
+            is_same = row[2] * row[3] == 0.0
+            return torch.where(is_same, total, -1.0), is_good & is_same
         return total, is_good
 
     def _norms(

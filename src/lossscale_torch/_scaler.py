@@ -39,6 +39,8 @@ from lossscale_torch._record import (
     READY,
     STEPPED,
     UNSCALED,
+    VETO,
+    Kind,
     OptimizerStep,
     OptimizerSteps,
     combine,
@@ -318,15 +320,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         if step.is_done:
             return None
         kind = kind_of(optimizer)
-
-        # Check the gradients. The kernel of a fused optimizer divides them itself.
-        if step["stage"] is READY and kind is not LEGACY:
-            if kind is PLAIN or self._needs_norm:
-                self.unscale_(optimizer)
-            else:
-                if len(self._steps) > 1:
-                    self._steps.claim_gradients(step, self.policy)
-                self._check_inf_per_device(optimizer)
+        self._check_gradients(step, kind)
 
         # Decide: this rank's hooks, then all ranks together, then the guard, which sees the norm of all ranks.
         for hook in self._hooks:
@@ -400,11 +394,19 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
 
         `update` then ends the step: the record of the gradients is dropped, and `applied` is False. If `unscale_` has
         checked the gradients, this check still moves the loss scale; otherwise the step is not counted. Ranks that
-        decide together must all skip the step. Does not synchronise. Raises `RuntimeError` after `step`.
+        decide together check the gradients, and all skip the step, which counts if one of them overflowed; after a clip
+        by the norm of all of them, each rank must call this. Does not synchronise. Raises `RuntimeError` after `step`.
         """
         step = self._open(optimizer, "skip")
-        if not step.is_done and (self._enabled or not step.applied):  # a disabled scaler takes every step
-            step["stage"], step.applied = STEPPED, False
+        if step.is_done or (not self._enabled and step.applied):  # a disabled scaler takes every step
+            return
+        if self._enabled and self._groups([optimizer]):  # this rank makes the calls of those that step
+            if self._state.scale is None:
+                self._place_beside(optimizer)
+            self._check_gradients(step, kind_of(optimizer))
+            step.flags[VETO], step.applied = torch.ones(()), False
+            self._ranks.before_step(self, step)
+        step["stage"], step.applied = STEPPED, False
 
     @not_compiled
     def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
@@ -563,7 +565,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
     def _require_loss(self, optimizer: Optimizer, caller: str) -> None:
         """Raise torch's error before the first loss, and later warn, unless the optimizer has no gradients."""
         if not has_gradients(optimizer):
-            self._lazy_init_scale_growth_tracker(next((param.device for param in params_of(optimizer)), self._device))
+            self._place_beside(optimizer)
         elif self._state.scale is None:
             self._check_scale_growth_tracker(caller)
         elif self._needs_new_loss:
@@ -600,6 +602,17 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
     ) -> dict[torch.device, Tensor]:
         gradients = Gradients([optimizer], allow_fp16)
         return gradients.check_and_multiply_(inv_scale, found_inf, is_one=inv_scale is self._state.one)
+
+    def _check_gradients(self, step: OptimizerStep, kind: Kind) -> None:
+        """Check gradients that are still scaled; the kernel of a fused optimizer divides them itself."""
+        if step["stage"] is not READY or (kind is LEGACY and not self._has_ranks()):
+            return
+        if kind is not FUSED or self._needs_norm:
+            self.unscale_(step.optimizer)
+        else:
+            if len(self._steps) > 1:
+                self._steps.claim_gradients(step, self.policy)
+            self._check_inf_per_device(step.optimizer)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         """Check gradients that a kernel will divide."""
@@ -647,7 +660,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         """End a step, of which nothing is known if `info` is None: undo, log, drop it, and raise the first error."""
         errors = []
         try:
-            for hook in (*self._undoing, *self._hooks, self._guard, self._watch):
+            ranks = self._ranks if self._has_ranks() else None
+            for hook in (*self._undoing, *self._hooks, self._guard, self._watch, ranks):
                 try:
                     if hook is not None and info is not None:
                         hook.after_update(self, info)
@@ -686,6 +700,9 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         """Make the scale on a device; later calls, as Accelerate's, do nothing."""
         if self._state.scale is None:
             self._state.place(dev)
+
+    def _place_beside(self, optimizer: Optimizer) -> None:
+        self._lazy_init_scale_growth_tracker(next((param.device for param in params_of(optimizer)), self._device))
 
     @property
     def attach(self) -> "Attach":

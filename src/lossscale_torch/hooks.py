@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "Hook", "OptimizerStep", "Protect", "SameOnRanks"]
 
+_MISMATCH = "mismatch"
+"""The name of a flag that is 1.0 if ranks have combined the flags of different steps."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -359,6 +361,11 @@ class SameOnRanks(Hook):
     The ranks must step their optimizers in the same order.
     """
 
+    _updates = 0
+    """The updates so far, which are the same on all ranks in each step."""
+    left_out = False
+    """Whether this rank has skipped a step after a clip had combined the flags, which the next collective compares."""
+
     def __init__(self, process_group: "ProcessGroup | None" = None, norm_group: "ProcessGroup | None" = None) -> None:
         self.process_group, self.norm_group = process_group, norm_group
 
@@ -368,18 +375,29 @@ class SameOnRanks(Hook):
         known = () if scaler._hooks else step.combined_over
         groups = [group for group in self.groups([step.optimizer]) if group not in known]
         if not groups:
+            self.left_out |= step.applied is False
             return
         flags, device = step.flags, scaler._scale.device
         overflow, veto = ((combine(flags_of([step], vetoes=vetoes), device) != 0.0).float() for vetoes in (False, True))
         norm = torch.zeros_like(overflow) if step.norm is None else to_device(step.norm, device).float()
-        row = reduce_max(torch.stack([overflow, veto, torch.where(overflow == 0.0, norm, math.inf)]), groups)
-        overflow, veto, norm = row.unbind()
+        number, self.left_out = torch.full_like(overflow, self._updates + self.left_out / 2), False
+        row = torch.stack([overflow, veto, torch.where(overflow == 0.0, norm, math.inf), number, -number])
+        overflow, veto, norm, highest, lowest = reduce_max(row, groups).unbind()
         flags.clear()
-        flags[device] = overflow
-        if scaler._hooks:
-            flags[VETO] = veto
+        flags.update({device: overflow, VETO: veto, _MISMATCH: (highest != -lowest).float()})
         if scaler._needs_norm:
             step.norm = norm
+
+    def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
+        """Raise `SyncError` if the host knows that ranks have taken different steps."""
+        self._updates = (self._updates + 1) % 2**22  # float32 holds its halves
+        for step in scaler.optimizer_steps() if not is_capturing() else ():
+            marks = [step.flags.get(_MISMATCH), None if step.norm is None else -step.norm]
+            if any(mark is not None and mark.is_cpu and mark > 0.0 for mark in marks):
+                raise SyncError(
+                    "ranks that decide together have called step() or skip() at different updates, or one of them "
+                    "skip() after a clip, and their parameters may differ; make the same calls on every rank"
+                )
 
     def any_of(self, mine: bool, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
         """Return whether something holds on a rank, for ranks that share a decision; else False with several ranks."""
@@ -423,7 +441,8 @@ class SameOnRanks(Hook):
         torch.distributed.all_gather_object(theirs, mine, group=self.process_group)
         different = [rank for rank, state in enumerate(theirs) if state != theirs[0]]
         if different:
-            scales = ", ".join(f"rank {rank}: {shown_number(theirs[rank]['loss_scale'])}" for rank in [0, *different])
+            texts = [shown_number(state["loss_scale"]) if state else "disabled" for state in theirs]
+            scales = ", ".join(f"rank {rank}: {texts[rank]}" for rank in [0, *different])
             entries = dict.fromkeys(name for state in theirs for name in state)  # one without a guard lacks its entry
             names = [name for name in entries if any(state.get(name) != theirs[0].get(name) for state in theirs)]
             raise SyncError(

@@ -1,6 +1,7 @@
 """An overflow on one rank skips on every rank, in real gloo processes on loopback: random runs, sums, hooks of DDP."""
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler
-from tests.adapters.torch_steps import one, same
+from tests.adapters.torch_steps import CALLS, Legacy, Veto, one, same
 from tests.torch_versions import FSDP2
 
 STEPS = 200
@@ -124,6 +125,107 @@ def _train_with_a_rank_without_gradients(rank, world_size):
 def test_a_rank_without_gradients_takes_part():
     """It neither hangs the others nor falls behind them."""
     _on_ranks(2, _train_with_a_rank_without_gradients)
+
+
+# --- a step that one rank leaves out
+
+
+def _gather(value, world_size):
+    of_ranks = [None] * world_size
+    dist.all_gather_object(of_ranks, value)
+    return of_ranks
+
+
+def _leave_out(rank, world_size):
+    """Skip steps on one rank, on the other and on both, after each call; the ranks stay alike."""
+    world, mesh = dist.group.WORLD, init_device_mesh("cpu", (world_size,))
+    kinds = {
+        "group": {"process_group": world}, "norm": {"norm_group": world}, "mesh": {},
+        "guard": {"process_group": world, "guard": SpikeGuard()},
+        "norm, guard": {"norm_group": world, "guard": SpikeGuard()},
+        "hook of rank 0": {"process_group": world, "hooks": [Veto(value=torch.zeros(()))] if rank == 0 else []},
+    }  # fmt: skip
+    for (kind, settings), make, call in product(
+        kinds.items(), (torch.optim.SGD, partial(torch.optim.AdamW, fused=True), Legacy), CALLS
+    ):
+        params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        if kind == "mesh":
+            params = [torch.nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()])) for param in params]
+        optimizers, outcomes = [make([param], lr=0.125) for param in params], []
+        scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3, **settings)
+        if kind in ("norm", "norm, guard", "mesh") and "clip" in call:
+            continue
+        for step in range(7):
+            for param in params:
+                param.grad = torch.full_like(param, scaler.get_scale())
+            if step or rank == 0:  # rank 1 leaves the first step out before it scales a loss
+                scaler.scale(torch.ones(()))
+            if step in (3, 5) and rank == 0:
+                (params[0].grad.to_local() if kind == "mesh" else params[0].grad)[0] = float("inf")
+            for number, optimizer in enumerate(optimizers):
+                if step or call == "step":
+                    CALLS[call](scaler, optimizer)
+                skips = (step, rank) in ((0, 1), (2, 0), (4, 0), (4, 1), (5, 1)) and (number == 0 or step < 3)
+                (scaler.skip if skips else scaler.step)(optimizer)
+            info = scaler.update()
+            outcomes.append(([bool(info.applied_of(each)) for each in optimizers], float(info.loss_scale_after)))
+        values = [_local(torch.nn.ParameterList(params)), outcomes, scaler.metrics()]
+        first, second = _gather([[each.tolist() for each in values[0]], *values[1:]], world_size)
+        assert first == second, (kind, make, call, first, second)
+        both, none, one_of_two = [True, True], [False, False], [False, True]
+        assert [outcome for outcome, _ in outcomes] == [none, both, none, one_of_two, one_of_two, one_of_two, both]
+        assert int(scaler.metrics()["skipped_steps"]) == 2
+
+
+def test_a_step_that_one_rank_leaves_out():
+    """All ranks skip it, whatever was called before, and later steps are those of all."""
+    _on_ranks(2, _leave_out)
+
+
+def _leave_out_after_a_clip(rank, world_size):
+    """Skip a step on all ranks, then on one, after a clip by the norm of all; then clip again, or not."""
+    for fused, order, clips in product((False, True), (2.0, float("inf")), (False, True)):
+        param, optimizer = one(fused)
+        scaler = GradScaler("cpu", norm_group=dist.group.WORLD)
+        for step in range(4):
+            scaler.scale(torch.ones(()))
+            param.grad = torch.full_like(param, scaler.get_scale())
+            if step < 3 or clips:
+                scaler.unscale_and_clip_(optimizer, 1.0, order)
+            before = param.item()
+            (scaler.skip if step == 0 or (step, rank) == (2, 1) else scaler.step)(optimizer)
+            with (
+                pytest.raises(SyncError, match=r"or one of them skip\(\) after a clip") if step == 3 else nullcontext()
+            ):
+                scaler.update()
+        assert param.item() == before  # the last step was not taken
+
+
+def test_a_step_that_one_rank_leaves_out_after_a_clip():
+    """The clip has decided for all, so that the next update is an error on all ranks."""
+    _on_ranks(2, _leave_out_after_a_clip)
+
+
+def _miscount(rank, world_size):
+    """Forget the second optimizer on one rank; be disabled on one rank."""
+    (first, second), scaler = (one()[1] for _ in range(2)), GradScaler("cpu", process_group=dist.group.WORLD)
+    scaler.scale(torch.ones(()))
+    scaler.step(first)
+    if rank == 0:
+        scaler.step(second)
+    else:
+        scaler.update()
+        scaler.scale(torch.ones(()))
+        scaler.step(first)
+    with pytest.raises(SyncError, match=r"step\(\) or skip\(\) at different updates"):
+        scaler.update()
+    with pytest.raises(SyncError, match=r"ranks \[1\] differ from rank 0's in .*rank 0: 2\*\*16, rank 1: disabled"):
+        GradScaler("cpu", enabled=rank == 0).check_sync()
+
+
+def test_ranks_that_have_lost_step():
+    """The next update says that other steps were combined."""
+    _on_ranks(2, _miscount)
 
 
 # --- communication hooks of DistributedDataParallel
