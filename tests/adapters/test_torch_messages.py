@@ -24,12 +24,6 @@ def _sgd(**kwargs):
     return torch.optim.SGD([param], lr=1.0, **kwargs)
 
 
-def _unscaled_late(make, optimizer):
-    scaler = ready(make)
-    scaler.step(optimizer)
-    scaler.unscale_(optimizer)
-
-
 def _pickled_in_a_step(make, optimizer):
     scaler = ready(make)
     scaler.unscale_(optimizer)
@@ -62,7 +56,6 @@ AS_TORCH = {
     "no loss to unscale": (lambda make, o: make("cpu").unscale_(o), AssertionError, "unscale_ but _scale is None."),
     "no loss to update": (lambda make, o: make("cpu").update(), AssertionError, "update but _scale is None."),
     "no step to update": (lambda make, o: ready(make).update(), AssertionError, "No inf checks were recorded"),
-    "unscaled late": (_unscaled_late, RuntimeError, "unscale_() is being called after step()."),
     "a closure": (lambda make, o: ready(make).step(o, closure=print), RuntimeError, "Closure use is not currently"),
     "a number as loss": (lambda make, o: make("cpu").scale(5), ValueError, "outputs must be a Tensor or an iterable"),
     "a late backward pass": (_backward_late, RuntimeError, "modified by an inplace operation"),
@@ -143,12 +136,6 @@ def _half():
     ready().unscale_(optimizer)
 
 
-def _stepped_after_skip():
-    scaler, optimizer = ready(), _sgd()
-    scaler.skip(optimizer)
-    scaler.step(optimizer)
-
-
 def _attempts(error, words, *modules, **settings):
     return lambda: GradScaler("cpu").attempts(*modules, **settings), error, words
 
@@ -203,7 +190,6 @@ ERRORS = {
     "a module clipped without a scaler": _not_optimizer(lambda: OFF_SCALER.unscale_and_clip_(LINEAR, 1.0), "Linear"),
     "float16 gradients": (_half, ValueError, HALF),
     "a CSR gradient": (lambda: ready().unscale_(_csr()), TypeError, "shape (2, 2) has the layout torch.sparse_csr"),
-    "stepped after skip": (_stepped_after_skip, RuntimeError, "step() has already been called"),
     "retries below 0": _attempts(PolicyError, "retries=-1", retries=-1),
     "attempts of a name": _attempts(TypeError, A_MODULE, "model"),
     "a guard without gradients": (lambda: ready(guard=SpikeGuard()).update(), AssertionError, "No inf checks were"),

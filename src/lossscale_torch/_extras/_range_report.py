@@ -18,7 +18,7 @@ from lossscale_core import DynamicScaling, NoScaling, ScalingPolicy
 from lossscale_torch._extras._attach import ATTACHED_SCALE
 from lossscale_torch._gradients import at_least_float32, values_of
 from lossscale_torch._snapshots import Buffers, random_states
-from lossscale_torch._verbs import scaled
+from lossscale_torch._verbs import all_finite, scaled
 
 _DTYPES = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 LOW_PRECISION = {each for each in _DTYPES if each.is_floating_point and each.itemsize < 4}
@@ -320,7 +320,8 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented  # a subclass of Tensor goes first; its inner operations are measured
         name, kwargs = str(func.overloadpacket), kwargs or {}
         computes = not (_COMPUTES_NOTHING.match(name) or func.is_view)
-        are_finite = computes and all(map(_is_finite, tree_leaves((args, kwargs))))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | float)] if computes else []
+        are_finite = computes and bool(all_finite(given))
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result) if computes else ():
             if isinstance(tensor, Tensor) and tensor.dtype in LOW_PRECISION and tensor.numel():
@@ -358,13 +359,6 @@ def _require_loss(loss: object) -> Tensor:
     if not loss.requires_grad:
         raise ValueError("the loss has no graph; run the forward pass with gradients, and return the loss undetached")
     return loss
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        is_float = value.is_floating_point() or value.is_complex()
-        return not is_float or bool(torch.isfinite(at_least_float32(values_of(value))).all())
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def plain_name(name: str) -> str:
