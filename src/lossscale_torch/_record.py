@@ -149,9 +149,6 @@ class OptimizerSteps(defaultdict[int, OptimizerStep]):
                     )
             owners.update(dict.fromkeys(params, claim))
 
-    def __reduce__(self) -> Any:
-        return OptimizerSteps, (OptimizerStep,)  # a scaler is copied between its steps only
-
 
 Decision = tuple[bool, bool, bool, bool]
 """The flags of a step that the host knows: had gradients, overflowed, vetoed, and vetoed by the guard alone."""

@@ -286,15 +286,14 @@ class Waiting(Hook):
         return {key: step for key, step in records.items() if step not in waiting} or records
 
     def _unscaled(self, steps: Iterable[OptimizerStep]) -> list[OptimizerStep]:
-        groups = [optimizer.param_groups for optimizer in self.optimizers]  # a wrapper shares those of its optimizer
-        return [step for step in steps if step["stage"] is UNSCALED and _is_any(step.optimizer.param_groups, groups)]
+        return [step for step in steps if step["stage"] is UNSCALED and _is_among(step.optimizer, self.optimizers)]
 
     @torch.no_grad()
     def rescale(self, scaler: "GradScaler", factor: float | Tensor) -> None:
         """Multiply scaled gradients that wait by a factor. Does not synchronise."""
         if isinstance(factor, Tensor) or factor != 1.0:
-            groups = [step.optimizer.param_groups for step in scaler.optimizer_steps() if step["stage"] is not READY]
-            Gradients([each for each in self.optimizers if not _is_any(each.param_groups, groups)]).multiply_(factor)
+            begun = [step.optimizer for step in scaler.optimizer_steps() if step["stage"] is not READY]
+            Gradients([each for each in self.optimizers if not _is_among(each, begun)]).multiply_(factor)
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
         """Give all gradients that wait the new scale. Does not synchronise."""
@@ -320,8 +319,10 @@ class Waiting(Hook):
         return Waiting, ()
 
 
-def _is_any(groups: list[Any], of_others: list[list[Any]]) -> bool:
-    return any(groups is others for others in of_others)
+def _is_among(optimizer: Optimizer | None, others: Iterable[Optimizer | None]) -> bool:
+    """Return whether an optimizer is one of others, which may be wrappers; those share the list of groups."""
+    groups = getattr(optimizer, "param_groups", None)  # a record of another package may have no optimizer
+    return any(getattr(other, "param_groups", ()) is groups for other in others)
 
 
 class _Callback:
