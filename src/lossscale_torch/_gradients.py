@@ -57,9 +57,10 @@ class Gradients:
         found: dict[Any, Tensor] = {}
         for bucket in self.buckets:
             device = bucket[0].device
+            is_here = device == found_inf.device
             if device not in found:
-                found[device] = found_inf if device == found_inf.device else to_device(found_inf.clone(), device)
-            check_and_multiply_(bucket, to_device(factor, device), found[device], is_one)
+                found[device] = found_inf if is_here else to_device(found_inf.clone(), device)
+            check_and_multiply_(bucket, factor if is_here else to_device(factor, device), found[device], is_one)
         return found
 
     def norm_dtype(self, device: torch.device) -> torch.dtype:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from lossscale_core import DynamicScaling, policy_from_dict, state_to_dict
+from lossscale_core.errors import CheckpointWarning
+from lossscale_torch import GradScaler
 from tests.conformance.travelling import WRAPPERS
 from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling, policy_of_the_docs
 
@@ -66,6 +68,15 @@ def test_a_frozen_checkpoint_of_version_1_continues_in_every_framework(origin, t
     for finite in frozen["grads_finite"]:
         after = step(1.0 if finite else np.inf).saved
     assert {name: after[name] for name in frozen["after"]} == frozen["after"]
+
+
+@pytest.mark.parametrize("target", WRAPPERS)
+def test_every_framework_uses_an_edited_key_of_torch(target):
+    """A warning shows both numbers; the overflow leaves the scale, by the tolerance of the policy."""
+    saved = GradScaler("cpu", policy=POLICY).state_dict()
+    with pytest.warns(CheckpointWarning, match="loss_scale=65536.0, and torch's scale=64.0, which is used"):
+        step = WRAPPERS[target]({**saved, "scale": 64.0, "loss_scale": 65536.0}, POLICY)
+    assert step(np.inf).saved["loss_scale"] == 64.0
 
 
 OWN = {"derived": AdditiveScaling(), "bare": BareAdditiveScaling(), "of the docs": policy_of_the_docs()}
