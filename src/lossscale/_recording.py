@@ -28,6 +28,7 @@ _MOST_WAITING, _MOST_LINES = 100, 10
 _PARTS = ("_enabled", "_policy", "_state", "_watch", "_guard")
 """What a scaler's `diagnose` reads. A scaler itself may keep a model alive."""
 _LAUNCH = "start each process by torchrun ... -m lossscale run, or accelerate launch -m lossscale run"
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 # Before `start`, which gives these names to other classes.
 _GradScaler = lossscale_torch.GradScaler
@@ -46,7 +47,9 @@ class Recording:
 
     def __init__(self, policy: ScalingPolicy | None, trace: Path | None) -> None:
         self.policy, self.trace, self._command = policy, trace, os.getpid()
-        self._locked = self._own_file()
+        # Ranks of a launcher other than torchrun have the same command line, and no process group yet.
+        is_rank = "TORCHELASTIC_RUN_ID" not in os.environ and any(name in os.environ for name in _RANKS)
+        self._locked = None if is_rank else self._own_file()
         if self._locked is not None and not _lock(self._locked):
             raise LossScaleError(f"another run writes {self._locked}; wait until it ends, or pass another file")
         # Forked processes share this lock, which the process that writes the trace never releases.
@@ -71,7 +74,8 @@ class Recording:
     def add(self, scaler: Any, *row: Any) -> None:
         """Add a row. Synchronises with a device every hundred rows at most."""
         if not self._views and (file := self._own_file()) is not None:
-            if self._claim.acquire(block=False) if file == self._locked else _lock(file):
+            is_free = file not in (self.trace, self._locked) or self._claim.acquire(block=False)
+            if is_free and (file == self._locked or _lock(file)):
                 self._file = file
                 if os.getpid() != self._command:  # whose end atexit sees only if os.fork made it
                     multiprocessing.util.Finalize(None, self._finish, exitpriority=0)

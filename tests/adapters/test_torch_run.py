@@ -381,6 +381,17 @@ def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
         assert f"lossscale: rank {rank}: healthy: 2 of 8" in done.stderr or "lossscale: healthy: 2 of 8" in done.stderr
 
 
+def test_ranks_of_another_launcher_have_a_trace_each(tmp_path):
+    """Their command lines are the same, and a command does not know its rank before the process group."""
+    group = f'"gloo", "file://{tmp_path}/group", rank=int(os.environ["RANK"]), world_size=2'
+    (tmp_path / "train.py").write_text(COMMON + textwrap.dedent(DDP).replace('"gloo"', group))
+    command = [sys.executable, *RUN, "--trace", "scale.csv", "train.py"]
+    ranks = [subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "RANK": rank}) for rank in "01"]
+    assert [rank.wait(300) for rank in ranks] == [0, 0]
+    for rank in range(2):
+        _require_simulated(_rows(tmp_path / f"scale.rank{rank}.csv"))
+
+
 FIRST = {
     "the parent": "train(scaler, range(2)); child = os.fork(); train(scaler, [] if child else range(7))",
     "a child": "child = os.fork(); child and os.waitpid(child, 0); train(scaler, range(9 if child else 2))",
