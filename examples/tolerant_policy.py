@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core import BaseScaling, DynamicScaling, one_more, select
+from lossscale_core import BaseScaling, DynamicScaling, saturating_increment, select
 from lossscale_core.errors import PolicyError
 from lossscale_core.testing import check_policy, simulate
 
@@ -68,8 +68,8 @@ class TolerantScaling(BaseScaling):
         doubled = state.loss_scale * 2.0
         applied = state._replace(
             loss_scale=select(grows & (doubled <= self.max_scale), doubled, state.loss_scale, xp=xp),
-            growth_tracker=select(grows, state.growth_tracker * 0, one_more(state.growth_tracker), xp=xp),
-            steps=one_more(state.steps),
+            growth_tracker=select(grows, state.growth_tracker * 0, saturating_increment(state.growth_tracker), xp=xp),
+            steps=saturating_increment(state.steps),
             overflow_streak=state.overflow_streak * 0,
             steps_since_change=select(grows, state.steps_since_change * 0.0, state.steps_since_change + 1.0, xp=xp),
         )
@@ -79,9 +79,9 @@ class TolerantScaling(BaseScaling):
         skipped = state._replace(
             loss_scale=select(backs_off & (halved >= self.min_scale), halved, state.loss_scale, xp=xp),
             growth_tracker=state.growth_tracker * 0,
-            steps=one_more(state.steps),
-            skipped_steps=one_more(state.skipped_steps),
-            overflow_streak=one_more(state.overflow_streak),
+            steps=saturating_increment(state.steps),
+            skipped_steps=saturating_increment(state.skipped_steps),
+            overflow_streak=saturating_increment(state.overflow_streak),
             steps_since_change=select(backs_off, since_change * 0.0, since_change, xp=xp),
             overflows_since_backoff=select(backs_off, overflows * 0.0, overflows, xp=xp),
         )

@@ -14,7 +14,6 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 import lossscale_core as core
-from lossscale_core.adapters import check_overflow_streak
 
 DEFAULT_POLICY = core.DynamicScaling(growth_interval=10, max_scale=2.0**48)
 """A policy that grows much faster than in real training, so that the scale settles within a few hundred steps."""
@@ -69,7 +68,7 @@ def train(policy: Any, dtype: str, weight: float, seed: int, steps: int) -> Run:
         finite, grads = core.all_finite(stored[:count]), core.unscale(stored, before)
         learnt = core.select(finite, _adam(learnt, grads[:count]), learnt)
         state = policy.update(before, finite)
-        check_overflow_streak(policy, state)
+        core.check_limits(policy, state)
         rows.append((loss, float(before.loss_scale), not finite, max(float(np.abs(grad).max()) for grad in grads)))
     logits = _forward([param.astype(dtype) for param in learnt[0]], images[_TRAINING_IMAGES:].astype(dtype))[-1]
     accuracy = float(np.mean(logits.argmax(axis=1) == labels[_TRAINING_IMAGES:]))

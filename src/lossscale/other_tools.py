@@ -16,8 +16,8 @@ from lossscale_core.adapters import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     check_setting,
+    describe,
     read_torch_keys,
-    shown,
     shown_names,
     unknown_name,
     warn_caller,
@@ -142,7 +142,9 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
     """
     tool = _find(name, PolicyError)
     if not isinstance(config, Mapping):
-        raise PolicyError(f"the config of {name} must be a dict, not {shown(config)}; pass from_tool json.load(file)")
+        raise PolicyError(
+            f"the config of {name} must be a dict, not {describe(config)}; pass from_tool json.load(file)"
+        )
     values = _named(name, tool, config)
     if keys := [key for key, value in _block(tool, config).items() if isinstance(value, str) and value == "auto"]:
         warn_caller(
@@ -183,13 +185,13 @@ def _named(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]:
             f"{name} scales no loss under this config, which has no {tool['block']} block; use NoScaling()"
         )
     if not isinstance(block, Mapping):
-        raise PolicyError(f"{name}: {tool['block']}={shown(block)} must be a block of keys; pass a dict")
+        raise PolicyError(f"{name}: {tool['block']}={describe(block)} must be a block of keys; pass a dict")
     values: dict[str, Any] = {}
     for key, value in block.items():
         own = str(key).lstrip("-").replace("-", "_")
         own, value = tool.get("names", {}).get(own, own), plain(value)
         if not isinstance(value, Number | str | None) and own in {**tool["keys"], **tool.get("more_keys", {})}:
-            raise PolicyError(f"{name}: {key}={shown(value)} must be one number, text or bool; change the config")
+            raise PolicyError(f"{name}: {key}={describe(value)} must be one number, text or bool; change the config")
         if own in values and values[own] != value:
             raise PolicyError(f"{name}: {key} and {own} are names of one setting but differ; leave one out")
         if not (isinstance(value, str) and value == "auto"):
@@ -204,7 +206,7 @@ def _keys(name: str, tool: dict[str, Any], values: Mapping[str, Any]) -> dict[st
     for key in values:
         if key not in keys and not any(fnmatchcase(key, pattern) for pattern in tool["ignored"]):
             if any(key in form for form in forms):
-                raise PolicyError(f"{shown(key)} is not a key of {name}; pass one form of config")
+                raise PolicyError(f"{describe(key)} is not a key of {name}; pass one form of config")
             raise PolicyError(unknown_name(key, f"a key of {name}", [*keys, *tool.get("names", ())]))
     return keys
 
@@ -230,7 +232,7 @@ def _read(name: str, key: str, how: str, value: Any) -> dict[str, Any]:
             check_setting(setting, settings[setting])
     except (TypeError, ValueError, OverflowError) as error:
         reason = error if isinstance(error, PolicyError) else "it must be a number"
-        raise PolicyError(f"{name}: {key}={shown(value)} has no counterpart here: {reason}") from None
+        raise PolicyError(f"{name}: {key}={describe(value)} has no counterpart here: {reason}") from None
     return settings
 
 
@@ -338,7 +340,7 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.Polic
 def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, Any]:
     """Return the scaler's own dict in a checkpoint, without the paths and underscores of its names."""
     if not isinstance(checkpoint, Mapping):
-        raise CheckpointError(f"state_from_tool takes a dict, not {shown(checkpoint)}; pass what {name} saved")
+        raise CheckpointError(f"state_from_tool takes a dict, not {describe(checkpoint)}; pass what {name} saved")
     layout = tool["saved"]
     inner = [each for each in checkpoint if fnmatchcase(str(each), layout.get("within", ""))]
     parts = [each for each in inner if isinstance(checkpoint[each], Mapping)]
@@ -364,5 +366,5 @@ def _number(name: str, saved: Mapping[str, Any], names: str, least: int | None =
     rule = "a number" if least is None else "a whole number" if least < 0 else "a whole number from 0"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or (least is not None and not (value == value // 1 and value >= least)):
-        raise CheckpointError(f"{key}={shown(value)} in the checkpoint of {name} must be {rule}; pass what it saved")
+        raise CheckpointError(f"{key}={describe(value)} in the checkpoint of {name} must be {rule}; pass what it saved")
     return value if least is None else int(value)

@@ -20,12 +20,12 @@ from lossscale_core._config import (
     policy_from_dict,
     policy_to_dict,
 )
-from lossscale_core._diagnosis import diagnose
+from lossscale_core._diagnosis import check_limits, diagnose
 from lossscale_core._gradient_range import GradientRange, gradient_range
 from lossscale_core._guard import GuardState, SpikeGuard
 from lossscale_core._outcome import StepInfo, metrics, step_info
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
-from lossscale_core._state import ScaleState, one_more
+from lossscale_core._state import ScaleState, saturating_increment
 from lossscale_core._watch import ScaleWatch
 
 if _typing.TYPE_CHECKING:
@@ -50,6 +50,7 @@ __all__ = [
     "adapters",
     "all_finite",
     "as_policy",
+    "check_limits",
     "diagnose",
     "dump_policy",
     "errors",
@@ -58,9 +59,9 @@ __all__ = [
     "init_state",
     "load_policy",
     "metrics",
-    "one_more",
     "policy_from_dict",
     "policy_to_dict",
+    "saturating_increment",
     "scale",
     "select",
     "state_from_dict",

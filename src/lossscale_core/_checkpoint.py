@@ -11,7 +11,7 @@ import numpy as np
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import LARGEST_NORM, GuardState, SpikeGuard
-from lossscale_core._messages import shown, shown_names, shown_number, warn_caller
+from lossscale_core._messages import describe, shown_names, shown_number, warn_caller
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import HostScalar, ScaleState, read, require_one_state
@@ -125,7 +125,7 @@ def read_torch_keys(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     ours = {**saved, **{name: rule.get(name, getattr(BaseScaling, name)) for name in _SETTINGS}}
     used = {own: _item(saved[name]) for name, own in TORCH_KEYS.items()}
     notes = [
-        f"{own}={shown(ours.get(own))}, and torch's {name}={shown(used[own])}, which is used"
+        f"{own}={describe(ours.get(own))}, and torch's {name}={describe(used[own])}, which is used"
         for name, own in TORCH_KEYS.items()
         for pair in [(_item(ours.get(own)), used[own])]
         if not all(isinstance(number, int | float) for number in pair) or pair[0] != pair[1]
@@ -172,7 +172,7 @@ def _plain_numbers(state: Any) -> dict[str, int | float]:
 
 def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{shown(saved)} is not a saved state; {_HINT}")
+        raise CheckpointError(f"{describe(saved)} is not a saved state; {_HINT}")
     if "version" not in saved:
         kinds = {"version", "loss_scale"}, TORCH_KEYS.keys()
         parts = [
@@ -180,17 +180,17 @@ def _require_version(saved: Mapping[str, Any]) -> None:
             for key, part in saved.items()
             if isinstance(part, Mapping) and any(kind <= part.keys() for kind in kinds)
         ]
-        part = f"its part {shown(parts[0])}" if parts else "a dict that state_to_dict returned"
+        part = f"its part {describe(parts[0])}" if parts else "a dict that state_to_dict returned"
         raise CheckpointError(
             f"the saved state has no version, but {shown_names(saved) or 'nothing'}; pass {part}, or, if another tool "
             "such as torch saved it, lossscale.state_from_tool('torch', saved)"
         )
     version = _item(saved["version"])
     if type(version) is not int or version < 1:
-        raise CheckpointError(f"version={shown(version)} of the saved state must be a whole number from 1; {_HINT}")
+        raise CheckpointError(f"version={describe(version)} of the saved state must be a whole number from 1; {_HINT}")
     if version > VERSION:
         raise CheckpointError(
-            f"version={shown(version)} of the saved state is newer than {VERSION}, the newest this release reads; "
+            f"version={describe(version)} of the saved state is newer than {VERSION}, the newest this release reads; "
             "run: pip install --upgrade lossscale"
         )
 
@@ -224,7 +224,7 @@ def _restored(saved: Any, start: Any, required: Sequence[str], what: str) -> dic
         # The range comes first, since int() raises for NaN and infinity.
         if not (is_number and least <= value <= largest and (not is_count or value == int(value))):
             hint = "restore an earlier checkpoint"
-            raise CheckpointError(f"{name}={shown(value)} of the saved {what} must be {rule}; {hint}")
+            raise CheckpointError(f"{name}={describe(value)} of the saved {what} must be {rule}; {hint}")
         fields[name] = float(value) if name == "loss_scale" else type(first)(value)
     return fields
 

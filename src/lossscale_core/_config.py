@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 import numpy as np
 
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
-from lossscale_core._messages import nearest_name, shown, shown_names, unknown_name
+from lossscale_core._messages import describe, nearest_name, shown_names, unknown_name
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
 from lossscale_core._state import Namespace, ScaleState
@@ -58,7 +58,7 @@ def as_policy(source: Any) -> ScalingPolicy:
         try:
             return FixedScaling(source)  # type: ignore[arg-type]  # NumPy's numbers become plain ones
         except PolicyError as error:
-            fault = f"{shown(source)} is not a loss-scaling policy: as a fixed scale, {error}, or 'dynamic'"
+            fault = f"{describe(source)} is not a loss-scaling policy: as a fixed scale, {error}, or 'dynamic'"
             raise PolicyError(fault) from None
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
@@ -67,13 +67,13 @@ def as_policy(source: Any) -> ScalingPolicy:
         return load_policy(source)
     if hasattr(source, "loss_scale"):
         raise PolicyError(
-            f"{shown(source)} is a state and not a policy; pass its policy in this place, such as DynamicScaling(); "
-            "diagnose, check_overflow_streak and ScaleWatch.log take the policy first"
+            f"{describe(source)} is a state and not a policy; pass its policy in this place, such as DynamicScaling(); "
+            "diagnose, check_limits and ScaleWatch.log take the policy first"
         )
     is_fixed = source in ("fixed", "static", "constant") if isinstance(source, str) else False
     meant = "for a fixed scale pass its number, such as 1024; " if is_fixed else nearest_name(source, _WITHOUT_SETTINGS)
     raise PolicyError(
-        f"{shown(source)} is not a loss-scaling policy; {meant}pass a policy such as DynamicScaling(), "
+        f"{describe(source)} is not a loss-scaling policy; {meant}pass a policy such as DynamicScaling(), "
         "'dynamic', 'none', a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"
     )
 
@@ -120,8 +120,8 @@ def policy_to_dict(policy: ScalingPolicy) -> dict[str, Any]:
         settings = {name: value for name, value in members.settings().items() if value is not None}
         return {"kind": members.kind, **settings}
     raise PolicyError(
-        f"{shown(policy)} has no config; only {', '.join(t.__name__ for t in KINDS.values())} can be written; derive "
-        "the policy from BaseScaling and give it a kind"
+        f"{describe(policy)} has no config; only {', '.join(t.__name__ for t in KINDS.values())} can be written; "
+        "derive the policy from BaseScaling and give it a kind"
     )
 
 
@@ -141,10 +141,10 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     """
     if not isinstance(config, Mapping):
         raise PolicyError(
-            f"a policy's config must be a table of keys and values, not {shown(config)}; write kind = 'dynamic'"
+            f"a policy's config must be a table of keys and values, not {describe(config)}; write kind = 'dynamic'"
         )
     if table := _table_of_policy(config):
-        raise PolicyError(f"the keys are in the table {shown(table)}; write them without a table")
+        raise PolicyError(f"the keys are in the table {describe(table)}; write them without a table")
     if "kind" not in config:
         found = shown_names(config) or "nothing"
         hint = f"add kind = 'dynamic' (known: {', '.join(KINDS)}); {_FROM_TOOL}"
@@ -244,11 +244,11 @@ def _known_suffix(path: str | os.PathLike[str]) -> str:
     """Return the suffix of a policy's file. Raises `PolicyError` for another one, and for what is not a path."""
     if not isinstance(path, str | os.PathLike):
         raise PolicyError(
-            f"{shown(path)} is not the path of a .toml or .json file; call load_policy('policy.toml') or "
+            f"{describe(path)} is not the path of a .toml or .json file; call load_policy('policy.toml') or "
             "dump_policy(policy, 'policy.toml')"
         )
     if (suffix := suffix_of(path)) in _SUFFIXES:
         return suffix
     if os.path.isdir(path):
-        raise PolicyError(f"{shown(os.fspath(path))} is a folder; pass a .toml or .json file in it")
-    raise PolicyError(f"{shown(os.fspath(path))} must end in .toml or .json; pass a policy in one of these formats")
+        raise PolicyError(f"{describe(os.fspath(path))} is a folder; pass a .toml or .json file in it")
+    raise PolicyError(f"{describe(os.fspath(path))} must end in .toml or .json; pass a policy in one of these formats")

@@ -7,7 +7,7 @@ import numpy as np
 
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._guard import SPIKES_HINT, GuardState
+from lossscale_core._guard import SPIKES_HINT, GuardState, SpikeGuard
 from lossscale_core._messages import shown_number
 from lossscale_core._reports import BACKWARD_CAUSES, UNCLEARED
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
@@ -21,21 +21,31 @@ _MANY = 5
 """The number of steps in a row from which overflows, or applied steps at the start, are a pattern."""
 
 
-def check_overflow_streak(policy: PolicyLike, state: ScaleState) -> None:
-    """Raise an error if the state has reached the policy's `max_overflow_streak`.
+def check_limits(
+    policy: PolicyLike, state: ScaleState, *, guard: SpikeGuard | None = None, guard_state: GuardState | None = None
+) -> None:
+    """Raise an error if the policy's `max_overflow_streak` or the guard's `max_streak` is reached.
 
-    Logs nothing. Reads the state only if the policy has such a limit; reading it from a device synchronises.
+    Logs nothing. Reads a state only if there is a limit for it; reading it from a device synchronises.
 
     Args:
         policy: Anything that `as_policy` accepts.
         state: The state after a step.
+        guard: The spike guard of the run, if it has one.
+        guard_state: The guard's state after the step.
 
     Raises:
-        OverflowStreakError: As many steps in a row as the policy's `max_overflow_streak` overflowed.
+        OverflowStreakError: As many steps in a row as the limit overflowed, or were spikes.
         PolicyError: `policy` is not a policy.
     """
     if message := _streak_message(BaseScaling.of(as_policy(policy)), state):
         raise OverflowStreakError(message)
+    limit = None if guard is None or guard_state is None else guard.max_streak
+    if limit is not None and guard_state is not None and (streak := int(read(guard_state.streak))) >= limit:
+        raise OverflowStreakError(
+            f"{streak} gradient norms in a row were spikes, which reaches max_streak={limit}; the mean of the norms is "
+            f"{read(guard_state.mean):g}. {SPIKES_HINT}, or raise max_streak or threshold"
+        )
 
 
 def _streak_message(policy: BaseScaling, state: ScaleState[Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core._messages import shown, shown_names, shown_number
+from lossscale_core._messages import describe, shown_names, shown_number
 
 _LOWEST, _HIGHEST = -24, 40
 """The exponents of the loss scales to try."""
@@ -60,7 +60,7 @@ def gradient_range(grads_at: Callable[[float], Mapping[str, Any]]) -> GradientRa
     """
     if not callable(grads_at):
         raise TypeError(
-            f"grads_at={shown(grads_at)} must be a function of a loss scale that returns gradients by name; call "
+            f"grads_at={describe(grads_at)} must be a function of a loss scale that returns gradients by name; call "
             "gradient_range(grads_at)"
         )
     seen: dict[float, dict[str, np.ndarray]] = {}
@@ -89,7 +89,7 @@ def gradient_range(grads_at: Callable[[float], Mapping[str, Any]]) -> GradientRa
 def _magnitudes(grads: Any) -> dict[str, np.ndarray]:
     """Return the magnitudes of gradients in float64."""
     if not isinstance(grads, Mapping) or not grads:
-        raise TypeError(f"grads_at returned {shown(grads)}; return a dict of gradients, arrays by their names")
+        raise TypeError(f"grads_at returned {describe(grads)}; return a dict of gradients, arrays by their names")
     return {name: np.abs(np.asarray(grad)).astype(np.float64) for name, grad in grads.items()}
 
 

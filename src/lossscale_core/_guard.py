@@ -12,10 +12,10 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 
 from lossscale_core._arrays import HOST, namespace
-from lossscale_core._messages import shown
+from lossscale_core._messages import describe
 from lossscale_core._settings import COUNT_OR_NONE, LARGEST_SCALE, SMALLEST_SCALE, Rule
-from lossscale_core._state import Array, ArrayT_co, HostScalar, Namespace, one_more
-from lossscale_core.errors import OverflowStreakError, PolicyError
+from lossscale_core._state import Array, ArrayT_co, HostScalar, Namespace, saturating_increment
+from lossscale_core.errors import PolicyError
 
 _LEAST_DEVIATION = 0.375
 """The smallest deviation, as a fraction of the mean.
@@ -118,7 +118,7 @@ class SpikeGuard:
         """
         if not hasattr(state, "mean"):
             raise TypeError(
-                f"state={shown(state)} is not a state of a guard; call check(state, norm), with a state that "
+                f"state={describe(state)} is not a state of a guard; call check(state, norm), with a state that "
                 "init_state or check returned"
             )
         xp = namespace(state.mean) if xp is None else xp
@@ -152,7 +152,7 @@ class SpikeGuard:
         mean = state.mean + (known - state.mean) * weight  # a norm that does not count leaves it as it is
         deviation = state.deviation + (abs(known - mean) - state.deviation) * weight
         deviation, norms = xp.where(is_counted, deviation, state.deviation), xp.where(is_counted, norms, state.norms)
-        spikes = xp.where(spiked, one_more(state.spikes, xp=xp), state.spikes)
+        spikes = xp.where(spiked, saturating_increment(state.spikes, xp=xp), state.spikes)
         streak = xp.where(spiked, state.streak + 1.0, xp.where(is_finite, 0.0, state.streak))
         return is_finite ^ spiked, GuardState(mean, deviation, norms, spikes, streak)
 
@@ -181,24 +181,3 @@ def check_guard(guard: Any) -> None:
     """
     if not isinstance(guard, SpikeGuard | None):
         raise PolicyError(f"guard={guard!r} must be a SpikeGuard; pass SpikeGuard(), or leave it out")
-
-
-def check_spike_streak(guard: SpikeGuard, state: GuardState, norm: Any) -> None:
-    """Raise an error if the state has reached the guard's `max_streak`.
-
-    Call it when the state is on the host; reading the state from a device synchronises.
-
-    Args:
-        guard: The guard.
-        state: The state after a step.
-        norm: The norm of that step's gradients.
-
-    Raises:
-        OverflowStreakError: As many steps in a row as the guard's `max_streak` were spikes.
-    """
-    if guard.max_streak is not None and state.streak >= guard.max_streak:
-        raise OverflowStreakError(
-            f"a gradient norm of {float(norm):g} is the spike number {int(state.streak)} in a row, which reaches "
-            f"max_streak={guard.max_streak}; the mean of the norms is {float(state.mean):g}. {SPIKES_HINT}, or raise "
-            "max_streak or threshold"
-        )

@@ -37,7 +37,7 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return the `repr` of a value on one line, cut to a few hundred characters.
 
     Args:
@@ -61,14 +61,14 @@ def shown_names(names: Iterable[Any]) -> str:
     """Return at most twelve names, separated by commas.
 
     Args:
-        names: The names; one that is long, or not plain text, is shown as `shown` does.
+        names: The names; one that is long, or not plain text, is described as `describe` does.
 
     Returns:
         The text, which ends in the number of the names that are left out.
     """
     listed = list(names)
     words = [
-        name if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _LONGEST_NAME else shown(name)
+        name if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _LONGEST_NAME else describe(name)
         for name in listed[:_MOST_NAMES]
     ]
     more = len(listed) - len(words)
@@ -118,7 +118,7 @@ def unknown_name(name: Any, what: str, known: Iterable[str]) -> str:
         The sentence, with the nearest known name and all known names.
     """
     names = list(known)
-    return f"{shown(name)} is not {what}; {nearest_name(name, names)}known: {', '.join(names) or 'none'}"
+    return f"{describe(name)} is not {what}; {nearest_name(name, names)}known: {', '.join(names) or 'none'}"
 
 
 def require_flag(grads_finite: Any, call: str) -> None:
@@ -132,7 +132,8 @@ def require_flag(grads_finite: Any, call: str) -> None:
     is_bool = isinstance(grads_finite, bool) or "bool" in str(getattr(grads_finite, "dtype", ""))
     if not is_bool or not getattr(grads_finite, "shape", ()) == ():  # shapes of TensorFlow have no != if unknown
         raise TypeError(
-            f"grads_finite={shown(grads_finite)} must be a bool of shape (); call {call}, with what all_finite returned"
+            f"grads_finite={describe(grads_finite)} must be a bool of shape (); call {call}, with what all_finite "
+            "returned"
         )
 
 
@@ -142,7 +143,8 @@ def require_pairs(grads_and_vars: Any, caller: str) -> list[tuple[Any, Any]]:
     if all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return pairs
     raise TypeError(
-        f"{caller} was given {shown(grads_and_vars)}; it takes (gradient, variable) pairs; pass zip(grads, variables)"
+        f"{caller} was given {describe(grads_and_vars)}; it takes (gradient, variable) pairs; pass "
+        "zip(grads, variables)"
     )
 
 

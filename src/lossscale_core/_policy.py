@@ -15,7 +15,7 @@ import numpy as np
 from lossscale_core._arrays import HOST, host_flag, namespace
 from lossscale_core._base import KINDS, BaseScaling
 from lossscale_core._messages import require_flag
-from lossscale_core._state import Array, HostScalar, Namespace, ScaleState, StateT, loss_scale_of, one_more
+from lossscale_core._state import Array, HostScalar, Namespace, ScaleState, StateT, loss_scale_of, saturating_increment
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 """Returns the state after a step, given the state before it, the new count of steps, and the array namespace."""
@@ -165,7 +165,10 @@ class DynamicScaling(BaseScaling):
         lowered = xp.where(lowered > state.loss_scale, state.loss_scale, lowered)
         loss_scale = xp.where(backs_off, lowered, state.loss_scale)
         tolerance = xp.where(backs_off, self.hysteresis if self.refill_on_backoff else 0, state.hysteresis_tracker - 1)
-        skipped_steps, overflow_streak = one_more(state.skipped_steps, xp=xp), one_more(state.overflow_streak, xp=xp)
+        skipped_steps, overflow_streak = (
+            saturating_increment(state.skipped_steps, xp=xp),
+            saturating_increment(state.overflow_streak, xp=xp),
+        )
         return ScaleState(loss_scale, -self.cooldown, tolerance, steps, skipped_steps, overflow_streak)
 
 
@@ -185,8 +188,8 @@ def _count_finite(state: Any, steps: Array, xp: Namespace) -> Any:
 def _count_overflow(state: Any, steps: Array, xp: Namespace) -> Any:
     return state._replace(
         steps=steps,
-        skipped_steps=one_more(state.skipped_steps, xp=xp),
-        overflow_streak=one_more(state.overflow_streak, xp=xp),
+        skipped_steps=saturating_increment(state.skipped_steps, xp=xp),
+        overflow_streak=saturating_increment(state.overflow_streak, xp=xp),
     )
 
 
@@ -209,7 +212,7 @@ def _select(
         scalars = state._make(value[()] for value in state)
         after = _select(grads_finite, after_finite, after_overflow, scalars, HOST)
         return state._make(map(np.asarray, after))
-    steps = one_more(state.steps, xp=xp)
+    steps = saturating_increment(state.steps, xp=xp)
     if xp is HOST:  # the flag is known, so that only one transition is computed
         transition = after_finite if host_flag(grads_finite, _UPDATE) else after_overflow
         after = _without_overflow_warning(transition, state, steps, xp)

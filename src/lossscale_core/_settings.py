@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lossscale_core._messages import shown
+from lossscale_core._messages import describe
 from lossscale_core.errors import PolicyError
 
 SMALLEST_SCALE = 2.0**-126
@@ -36,7 +36,7 @@ class Rule:
         # np.int64 and np.float32 are neither int nor float, and json could not write them.
         value = value.item() if isinstance(value, np.generic) else value
         if not self.accepts(value):
-            raise PolicyError(f"{name}={shown(value)} must be {self.text}; {self.hint}")
+            raise PolicyError(f"{name}={describe(value)} must be {self.text}; {self.hint}")
         return self.type(value)
 
     def accepts(self, value: Any) -> bool:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lossscale_core._messages import shown
+from lossscale_core._messages import describe
 from lossscale_core._settings import LARGEST_COUNT
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ScaleState(NamedTuple, Generic[ArrayT_co]):
     """int32: overflows in a row up to now; 0 after a finite step."""
 
 
-def one_more(counter: Array, *, xp: Namespace | None = None) -> Array:
+def saturating_increment(counter: Array, *, xp: Namespace | None = None) -> Array:
     """Return a counter plus 1; a full counter stays full, because int32 would wrap around.
 
     For the `update` of a policy of your own. Does not synchronise with the host.
@@ -90,7 +90,7 @@ def loss_scale_of(state: Any, call: str, source: str = "init_state or update") -
     try:
         return state.loss_scale
     except AttributeError as error:
-        fault = f"state={shown(state)} is not a state, since it has no loss_scale"
+        fault = f"state={describe(state)} is not a state, since it has no loss_scale"
         hint = f"a state that {source} returned"
         if hasattr(state, "scale_state"):
             fault, hint = f"the {type(state).__name__} is not a state of a policy, but holds one", "its scale_state"

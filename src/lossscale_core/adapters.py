@@ -6,12 +6,11 @@ The names serve the packages of this project and adapters of other packages. The
 from lossscale_core import _tree as tree
 from lossscale_core._checkpoint import TORCH_KEYS, guard_state_from_dict, read_torch_keys
 from lossscale_core._config import policy_text
-from lossscale_core._diagnosis import check_overflow_streak
-from lossscale_core._guard import check_guard, check_spike_streak
+from lossscale_core._guard import check_guard
 from lossscale_core._messages import (
+    describe,
     require_flag,
     require_pairs,
-    shown,
     shown_names,
     shown_number,
     unknown_name,
@@ -31,11 +30,10 @@ __all__ = [
     "GradientReport",
     "OverflowReport",
     "check_guard",
-    "check_overflow_streak",
     "check_setting",
-    "check_spike_streak",
     "clip_divisor",
     "decide",
+    "describe",
     "guard_state_from_dict",
     "locate_fault",
     "log_event",
@@ -45,7 +43,6 @@ __all__ = [
     "read_torch_keys",
     "require_flag",
     "require_pairs",
-    "shown",
     "shown_names",
     "shown_number",
     "tree",

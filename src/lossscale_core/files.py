@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, TypeAlias
 
-from lossscale_core._messages import shown
+from lossscale_core._messages import describe
 from lossscale_core.errors import LossScaleError
 
 __all__ = ["csv_lines", "open_file", "read_data", "write_whole"]
@@ -140,7 +140,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {shown(next(key for key in content if keys.count(key) > 1))} is there twice")
+        raise ValueError(f"the key {describe(next(key for key in content if keys.count(key) > 1))} is there twice")
     return content
 
 

@@ -10,7 +10,7 @@ import optax
 from jax import Array, lax
 
 from lossscale_core import PolicyLike, ScalingPolicy, SpikeGuard, as_policy
-from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, shown
+from lossscale_core.adapters import check_guard, check_setting, clip_divisor, decide, describe
 from lossscale_core.errors import PolicyError
 from lossscale_jax import _gradients, _states
 from lossscale_jax._gradients import PyTree, SkipBy, Tree, as_arrays, at_least_float32, divide, map_floats, multiply
@@ -129,7 +129,7 @@ def loss_scaled(
             scale state unchanged. The norm is that of the unscaled gradients before clipping: of a window's mean with
             accumulation, and of the gradients of all devices together with `axis_name`. The guard's state is in
             `opt_state.guard_state`. A step does not read it, so that `max_streak` is not checked; call
-            `lossscale_core.adapters.check_spike_streak` where you read the state.
+            `lossscale_core.check_limits` where you read the state.
         skip_by: The way to skip a compiled step; the results are the same up to rounding. `"cond"` takes the step in a
             conditional, so that a skipped step costs little and donated buffers are not copied; XLA may read its
             predicate on the host of a GPU. `"select"` always takes the step, on zeros if it is skipped, and then
@@ -156,7 +156,7 @@ def loss_scaled(
         hint = "reduce the gradients over the axis first and leave axis_name out"
         raise PolicyError(f"max_norm and accumulation_steps take reduced gradients, and axis_name others; {hint}")
     if skip_by not in ("cond", "select", None):
-        raise PolicyError(f"skip_by={shown(skip_by)} must be 'cond' or 'select'; leave it out for the default")
+        raise PolicyError(f"skip_by={describe(skip_by)} must be 'cond' or 'select'; leave it out for the default")
     check_guard(guard)
     max_norm = None if max_norm is None else float(check_setting("max_norm", max_norm))
     inner, policy = optax.with_extra_args_support(inner), as_policy(policy)

@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from lossscale_core import PolicyLike, ScaleState, adapters, as_policy
-from lossscale_core.adapters import OverflowReport, require_flag, shown
+from lossscale_core.adapters import OverflowReport, describe, require_flag
 from lossscale_jax import _gradients
 from lossscale_jax._gradients import PyTree, Tree, at_least_float32, divide, gradients_of, is_array, multiply, name_of
 
@@ -87,7 +87,7 @@ def scale(loss: Any, state: HasLossScale) -> Any:
 
     def scaled(leaf: Any) -> Array:
         if not (is_array(leaf) or hasattr(leaf, "__jax_array__")):
-            raise TypeError(f"{shown(leaf)} is not a loss; call scale(loss, state)")
+            raise TypeError(f"{describe(leaf)} is not a loss; call scale(loss, state)")
         array = jnp.asarray(leaf)
         if not jnp.issubdtype(array.dtype, jnp.inexact):  # its gradients would be zeros, and so finite
             raise TypeError(
@@ -231,7 +231,7 @@ def value_and_grad(
     """
     if not callable(fun):
         raise TypeError(
-            f"fun={shown(fun)} must be a function that returns a loss; call value_and_grad(fun)(state, *args)"
+            f"fun={describe(fun)} must be a function that returns a loss; call value_and_grad(fun)(state, *args)"
         )
 
     def scaled_value_and_grad(state: HasLossScale, /, *args: Any, **kwargs: Any) -> ScaledGradients[Any, Any, PyTree]:
@@ -245,7 +245,7 @@ def value_and_grad(
                 hint = (
                     "return a scalar loss, such as jnp.mean(loss), or with has_aux=True a pair of it and anything else"
                 )
-                raise TypeError(f"fun returned {shown(result)}; {hint}")
+                raise TypeError(f"fun returned {describe(result)}; {hint}")
             return scale(value, state), (value, aux)
 
         numbers = argnums if isinstance(argnums, Sequence) else [argnums]

@@ -15,7 +15,7 @@ class LossScaleLogger(keras.callbacks.Callback):
     With a spike guard, the logs also contain `spikes`, the number of steps that the guard has refused. The numbers
     appear in the progress bar, `History`, `CSVLogger` and `TensorBoard`; put this callback before them in the list of
     callbacks. Reading the numbers synchronises with the host, which `fit` does at the end of an epoch anyway. At the
-    end of an epoch the callback also calls `check_overflow_streak`, which logs events and raises errors. At the first
+    end of an epoch the callback also calls `check_limits`, which logs events and raises errors. At the first
     batch with a loss that is NaN or infinite it logs this, since no loss scale fixes it. A warning is issued if the
     optimizer is not a `LossScaleOptimizer` of this package.
 
@@ -57,7 +57,7 @@ class LossScaleLogger(keras.callbacks.Callback):
         """Add to the logs of this epoch, and check the streaks."""
         self._add(logs)
         if isinstance(self.model.optimizer, LossScaleOptimizer):
-            self.model.optimizer.check_overflow_streak()
+            self.model.optimizer.check_limits()
 
     def _add(self, logs: Any) -> None:
         if logs is not None and isinstance(self.model.optimizer, LossScaleOptimizer):

@@ -13,7 +13,7 @@ from keras import ops
 
 import lossscale_core as core
 from lossscale_core import adapters
-from lossscale_core.adapters import shown
+from lossscale_core.adapters import describe
 from lossscale_core.errors import CallOrderError, CheckpointWarning
 from lossscale_keras import _replicas as replicas
 from lossscale_keras._backend import BACKEND, is_compiling, is_traced, outside_traces, require_training, unconverted, xp
@@ -143,7 +143,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             RuntimeError: The gradients are traced by JAX.
             ValueError: The numbers of gradients and variables differ, `loss` is not a loss that `scale_loss` returned,
                 or the call is made outside of a replica.
-            OverflowStreakError: As from `check_overflow_streak`, in no graph; a limit makes each step read the state.
+            OverflowStreakError: As from `check_limits`, in no graph; a limit makes each step read the state.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         if is_compiling():  # torch.compile would break its graph where the record is read
@@ -160,7 +160,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         mark = self._losses.mark_of(next(adapters.tree.leaves(loss), None))
         if mark is None:
             raise ValueError(
-                f"loss={shown(loss)} was not scaled by this optimizer; pass what scale_loss or get_scaled_loss returned"
+                f"loss={describe(loss)} was not scaled by this optimizer; pass what scale_loss or get_scaled_loss "
+                "returned"
             )
         return mark
 
@@ -201,7 +202,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         replicas.together(step, replicas.agreed(checked), update, grads)
         if is_eager and not on_host and self._has_limits():
-            self.check_overflow_streak()
+            self.check_limits()
 
     @staticmethod
     def _require_pairs(grads: list[Any], variables: list[Any]) -> None:
@@ -220,7 +221,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if not isinstance(inner, keras.optimizers.Optimizer):
             raise TypeError(
-                f"inner_optimizer={shown(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
+                f"inner_optimizer={describe(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
             )
         if isinstance(inner, keras.optimizers.LossScaleOptimizer):
             raise TypeError(f"inner_optimizer is a {type(inner).__name__}, which scales the loss already; wrap it once")
@@ -386,7 +387,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         states = self._read(on_host=True)
         return self._watch.diagnose(self.policy, states.scale, guard=states.guard)
 
-    def check_overflow_streak(self) -> None:
+    def check_limits(self) -> None:
         """Log events and raise the errors of limits that are reached. Synchronises with the host.
 
         `LossScaleLogger` calls it at the end of each epoch; call it yourself in a loop that takes its steps in a graph
@@ -398,10 +399,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._check_and_log(self._read(on_host=True))
 
     def _check_and_log(self, states: States) -> None:
-        adapters.check_overflow_streak(self.policy, states.scale)
+        core.check_limits(self.policy, states.scale, guard=self.guard, guard_state=states.guard)
         self._watch.log(self.policy, states.scale)
-        if self.guard is not None and states.guard is not None:
-            adapters.check_spike_streak(self.guard, states.guard, self._last.read_on_host().norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and the policy as plain numbers, which other frameworks can restore.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lossscale_core import DynamicScaling, FixedScaling, ScalingPolicy, as_policy
-from lossscale_core.adapters import LARGEST_SCALE, check_setting, shown
+from lossscale_core.adapters import LARGEST_SCALE, check_setting, describe
 from lossscale_core.errors import PolicyError
 
 _LARGEST_COUNT = 2**31 - 1
@@ -110,7 +110,7 @@ def _number(argument: str, value: Any) -> float:
     with contextlib.suppress(ValueError, OverflowError):
         if isinstance(item, int | float | str) and not isinstance(item, bool):
             return float(item)
-    raise PolicyError(f"{argument}={shown(value)} must be a number that a float can hold; pass one such as 2000")
+    raise PolicyError(f"{argument}={describe(value)} must be a number that a float can hold; pass one such as 2000")
 
 
 def _scale(argument: str, value: Any) -> float:
@@ -119,7 +119,7 @@ def _scale(argument: str, value: Any) -> float:
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L411
     """
     if not _number(argument, value) >= 1.0:
-        raise PolicyError(f"{argument}={shown(value)}: loss scale must be at least 1")
+        raise PolicyError(f"{argument}={describe(value)}: loss scale must be at least 1")
     return _checked(argument, value, "init_scale")
 
 
@@ -128,7 +128,7 @@ def _checked(argument: str, value: Any, setting: str) -> float:
     try:
         checked: float = check_setting(setting, _number(argument, value))
     except PolicyError as reason:
-        raise PolicyError(f"{argument}={shown(value)} cannot be the setting {setting}: {reason}") from None
+        raise PolicyError(f"{argument}={describe(value)} cannot be the setting {setting}: {reason}") from None
     return checked
 
 
@@ -140,7 +140,7 @@ def _count(argument: str, value: Any, rounded: Callable[[float], int]) -> int:
     """
     number = _number(argument, value)
     if math.isnan(number):
-        raise PolicyError(f"{argument}={shown(value)} must be a number; pass a whole number such as 2000")
+        raise PolicyError(f"{argument}={describe(value)} must be a number; pass a whole number such as 2000")
     return rounded(min(max(number, 1), _LARGEST_COUNT))
 
 
@@ -155,7 +155,8 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
         raise TypeError(f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}')
     if dynamic is not None and (isinstance(loss_scale, bool) or loss_scale != "dynamic"):
         raise ValueError(
-            f"loss_scale={shown(loss_scale)} and dynamic={dynamic} are both given; pass either loss_scale= or dynamic="
+            f"loss_scale={describe(loss_scale)} and dynamic={dynamic} are both given; "
+            "pass either loss_scale= or dynamic="
         )
     if isinstance(loss_scale, bool):
         loss_scale, dynamic = "dynamic", loss_scale

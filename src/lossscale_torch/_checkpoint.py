@@ -22,8 +22,8 @@ from lossscale_core.adapters import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     TORCH_KEYS,
+    describe,
     read_torch_keys,
-    shown,
     shown_names,
     shown_number,
     warn_caller,
@@ -43,9 +43,9 @@ _NEXT_TO_ONE = {"growth_factor": 1.0 + 2.0**-23, "backoff_factor": 1.0 - 2.0**-2
 def policy_of(policy: PolicyLike | None, torchs: dict[str, Any]) -> ScalingPolicy:
     """Return the policy of a scaler from its `policy` argument, or from the four arguments of torch's scaler."""
     if policy is not None and torchs != DEFAULTS:
-        settings = ", ".join(f"{name}={shown(value)}" for name, value in torchs.items() if value != DEFAULTS[name])
+        settings = ", ".join(f"{name}={describe(value)}" for name, value in torchs.items() if value != DEFAULTS[name])
         raise PolicyError(
-            f"policy={shown(policy)} and {settings} are both given; pass either policy= or init_scale, "
+            f"policy={describe(policy)} and {settings} are both given; pass either policy= or init_scale, "
             f"growth_factor, backoff_factor and growth_interval, as in policy=DynamicScaling({settings})"
         )
     if policy is not None:
@@ -55,7 +55,9 @@ def policy_of(policy: PolicyLike | None, torchs: dict[str, Any]) -> ScalingPolic
     if is_number and 0 < scale < math.inf:  # torch's scaler takes every such scale
         scale = _bounded("init_scale", scale, SMALLEST_SCALE, LARGEST_SCALE)
     elif not isinstance(scale, Real):  # "dynamic" or a policy is often passed in the place of the scale
-        raise PolicyError(f"init_scale={shown(scale)} must be a number such as 2.0**16; for a policy, pass policy=...")
+        raise PolicyError(
+            f"init_scale={describe(scale)} must be a number such as 2.0**16; for a policy, pass policy=..."
+        )
     return DynamicScaling(init_scale=scale, **_torchs_rule(torchs))
 
 
@@ -114,7 +116,7 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
     Without a policy in the checkpoint, or unless the scaler `follows` it, the policy is the scaler's.
     """
     if not isinstance(given, Mapping):
-        raise CheckpointError(f"load_state_dict() was given {shown(given)}; pass a dict that state_dict() made")
+        raise CheckpointError(f"load_state_dict() was given {describe(given)}; pass a dict that state_dict() made")
     if len(given) == 0:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
@@ -165,7 +167,7 @@ def checked_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> fl
         return _bounded("new_scale", value, members.min_scale, members.max_scale)
     raise AssertionError(
         "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
-        f"requires_grad=False. It is {shown(value)}; pass a positive number, or a tensor of one element on "
+        f"requires_grad=False. It is {describe(value)}; pass a positive number, or a tensor of one element on "
         f"{device_type}."
     )
 
@@ -174,5 +176,5 @@ def _bounded(name: str, value: Any, low: float, high: float) -> float:
     """Return a loss scale within bounds; warn if it was beyond them."""
     within = min(max(float(value), low), high)
     if within != value:
-        warn_caller(f"{name}={shown(value)} is beyond the bounds of the policy, and becomes {shown_number(within)}")
+        warn_caller(f"{name}={describe(value)} is beyond the bounds of the policy, and becomes {shown_number(within)}")
     return within

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale_core.adapters import check_setting, shown
+from lossscale_core.adapters import check_setting, describe
 from lossscale_core.errors import PolicyError
 from lossscale_torch._gradients import MAX_EXACT_ORDER, Gradients, has_gradients, params_of
 from lossscale_torch._record import FUSED, UNSCALED, OptimizerStep, combine, kind_of, require_optimizer
@@ -30,7 +30,7 @@ def clip(
         raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
     limit, order = _max_norm(max_norm), float(norm_type)
     if not order > 0.0:
-        raise PolicyError(f"norm_type={shown(norm_type)} must be above 0; pass 2.0, or math.inf for the largest")
+        raise PolicyError(f"norm_type={describe(norm_type)} must be above 0; pass 2.0, or math.inf for the largest")
     if not scaler.is_enabled():
         for optimizer in optimizers:
             require_optimizer(optimizer, "unscale_and_clip_")

@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lossscale_core import BaseScaling, ScalingPolicy
-from lossscale_core.adapters import shown
+from lossscale_core.adapters import describe
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import names_of, params_of, to_device
 
@@ -96,7 +96,7 @@ class OptimizerStep(dict[str, Any]):
             flag = (veto if isinstance(veto, Tensor) else torch.tensor(veto)).float().reshape(())
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"{type(hook).__name__}.before_step returned {shown(veto)}; return True, or a tensor of one element "
+                f"{type(hook).__name__}.before_step returned {describe(veto)}; return True, or a tensor of one element "
                 "that is not 0.0, to skip the step, and None or False to allow it"
             ) from error
         if (other := self.flags.get(hook.name)) is not None:

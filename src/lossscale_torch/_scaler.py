@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lossscale_core import DynamicScaling, NoScaling, PolicyLike, ScaleState, ScalingPolicy, SpikeGuard, metrics
-from lossscale_core.adapters import BAD_LOSS, shown, tree, warn_caller
+from lossscale_core.adapters import BAD_LOSS, describe, tree, warn_caller
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._checkpoint import DEFAULTS, checked_scale, policy_of, policy_setting, restored, saved
 from lossscale_torch._clip import clip, total_norm
@@ -230,8 +230,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
             return map(self.scale, outputs)  # lazily, as torch's own scaler does
         raise ValueError(
-            f"outputs must be a Tensor or an iterable of Tensors. It is {shown(outputs)}; pass the loss as a tensor, "
-            "before .item()"
+            f"outputs must be a Tensor or an iterable of Tensors. It is {describe(outputs)}; pass the loss as a "
+            "tensor, before .item()"
         )
 
     @not_compiled

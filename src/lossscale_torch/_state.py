@@ -16,7 +16,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lossscale_core import BaseScaling, DynamicScaling, ScaleState, ScalingPolicy
-from lossscale_core.adapters import shown
+from lossscale_core.adapters import describe
 from lossscale_core.errors import CallOrderError
 from lossscale_torch._gradients import to_device
 from lossscale_torch._record import SPIKE, Decision, OptimizerStep, combine, decision_on_host, flags_of, read_numbers
@@ -169,7 +169,9 @@ class ScalerState:
         """
         before, tracker = self.fields, self._tracker
         if tracker is not None and not isinstance(tracker, Tensor):
-            raise TypeError(f"_growth_tracker={shown(tracker)} must be a tensor; write scaler._growth_tracker.fill_(0)")
+            raise TypeError(
+                f"_growth_tracker={describe(tracker)} must be a tensor; write scaler._growth_tracker.fill_(0)"
+            )
         if isinstance(before, DeviceFields):
             if decision is None or self.is_fused or not self._scale.is_cpu:
                 return self._advance_on_device(policy, steps, is_counted)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lossscale_core import PolicyLike, ScaleState, as_policy
-from lossscale_core.adapters import loss_scale_of, require_flag, shown, tree
+from lossscale_core.adapters import describe, loss_scale_of, require_flag, tree
 from lossscale_torch._gradients import (
     at_least_float32,
     check_and_multiply_,
@@ -146,7 +146,7 @@ def is_gradient(leaf: Any, call: str) -> bool:
     if leaf is None or isinstance(leaf, (int, float, complex)):
         return isinstance(leaf, (float, complex))
     raise TypeError(
-        f"{shown(leaf)} is not a tensor; call {call} with tensors, numbers or None, in dicts, lists and tuples"
+        f"{describe(leaf)} is not a tensor; call {call} with tensors, numbers or None, in dicts, lists and tuples"
     )
 
 
@@ -158,7 +158,7 @@ def _as_tensor(leaf: Any) -> Tensor:
     try:
         return torch.tensor(leaf, dtype=dtype)
     except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{shown(leaf)} is not a number; pass the loss that the model computes, a tensor") from error
+        raise TypeError(f"{describe(leaf)} is not a number; pass the loss that the model computes, a tensor") from error
 
 
 def _on_device_of(loss_scale: Any, tensor: Tensor) -> Any:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lossscale_core import BaseScaling, GuardState, ScaleState, ScaleWatch, ScalingPolicy
-from lossscale_core.adapters import BAD_LOSS, check_overflow_streak, log_event, shown_number, warn_caller
+from lossscale_core import BaseScaling, GuardState, ScaleState, ScaleWatch, ScalingPolicy, check_limits
+from lossscale_core.adapters import BAD_LOSS, log_event, shown_number, warn_caller
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import params_of
 from lossscale_torch._record import UNSCALED, OptimizerStep
@@ -106,7 +106,7 @@ class Watch(Hook):
             return
         on_host = scaler._state.on_host()
         if limit is not None:
-            check_overflow_streak(scaler.policy, on_host)
+            check_limits(scaler.policy, on_host)
         if self._left <= 0:
             self._left = CHECK_EVERY
             self.log(scaler.policy, on_host)

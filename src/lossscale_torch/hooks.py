@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lossscale_core import GuardState, SpikeGuard
+from lossscale_core import GuardState, SpikeGuard, check_limits
 from lossscale_core.adapters import (
     check_guard,
-    check_spike_streak,
+    describe,
     guard_state_from_dict,
-    shown,
     shown_number,
     warn_caller,
 )
@@ -113,7 +112,7 @@ class Guard(Hook):
         check_guard(rule)
         self.rule, self._loaded = rule, list(loaded)
         self._states: weakref.WeakKeyDictionary[Optimizer, GuardState] = weakref.WeakKeyDictionary()
-        self._proposed: dict[Optimizer, tuple[Tensor, GuardState]] = {}
+        self._proposed: dict[Optimizer, GuardState] = {}
         """The norm of each optimizer in this step, and its state if the norm is to be remembered."""
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> Tensor | None:
@@ -142,7 +141,7 @@ class Guard(Hook):
             # A norm beyond float32 is a spike, and not an overflow.
             accepted, after = self.rule.check(state, min(value, _LARGEST) if is_known else math.inf)
             flag = torch.tensor(float(not accepted), dtype=torch.float32)
-        self._proposed[key] = norm, after
+        self._proposed[key] = after
         return flag
 
     def _check_on_device(self, state: GuardState, norm: Tensor, is_known: Tensor) -> tuple[Tensor, GuardState]:
@@ -159,7 +158,7 @@ class Guard(Hook):
         """
         proposed, self._proposed = self._proposed, {}
         on_host = []
-        for key, (norm, after) in proposed.items():
+        for key, after in proposed.items():
             state, flags = self._states[key], scaler._steps[id(key)].flags
             if SPIKE not in flags:  # the record was replaced
                 continue
@@ -168,14 +167,15 @@ class Guard(Hook):
             if not isinstance(state.mean, Tensor):
                 if not any(read_numbers(others, flags[SPIKE].device)):
                     self._states[key] = after
-                    on_host.append((after, norm))
+                    on_host.append(after)
                 continue
             if others:
                 is_vetoed = combine(others, state.mean.device) != 0.0
                 after = GuardState(*(torch.where(is_vetoed, *pair) for pair in zip(state, after, strict=True)))
             torch._foreach_copy_(list(state), list(after))
-        for after, norm in on_host:
-            check_spike_streak(self.rule, after, norm)
+        unread: Any = scaler._state.fields  # "none" has no limit
+        for after in on_host:
+            check_limits("none", unread, guard=self.rule, guard_state=after)
 
     def abandon(self, scaler: "GradScaler") -> None:
         """Remember nothing of a step that was not decided."""
@@ -477,8 +477,8 @@ def require_hooks(hooks: Sequence[Hook], guard: SpikeGuard | None) -> tuple[list
     for each in hooks if isinstance(hooks, Iterable) else [hooks]:
         if not isinstance(each, Hook) or not isinstance(hooks, Iterable):
             raise TypeError(
-                f"hooks= was given {shown(each)}; it takes objects of lossscale_torch.hooks.Hook; derive a class from "
-                "it, and pass [YourHook()]"
+                f"hooks= was given {describe(each)}; it takes objects of lossscale_torch.hooks.Hook; derive a class "
+                "from it, and pass [YourHook()]"
             )
     guards = [hook for hook in hooks if isinstance(hook, Guard)] + ([Guard(guard)] if guard is not None else [])
     if len(guards) > 1:

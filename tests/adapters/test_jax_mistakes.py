@@ -13,8 +13,7 @@ import optax
 import optax.contrib
 import pytest
 
-from lossscale_core import DynamicScaling, ScaleWatch, SpikeGuard, diagnose, state_to_dict
-from lossscale_core.adapters import check_overflow_streak
+from lossscale_core import DynamicScaling, ScaleWatch, SpikeGuard, check_limits, diagnose, state_to_dict
 from lossscale_core.errors import PolicyError, ScaleStateError
 from lossscale_jax import get_last_step, get_scale_state, init_state, loss_scaled, scale, value_and_grad
 
@@ -55,7 +54,7 @@ def test_what_a_function_must_return(fun, options, message):
 def test_values_that_are_not_there_yet():
     """A state or a flag has no value while a step is compiled; the error says where to read it."""
     readers = [lambda state: diagnose(POLICY, state), lambda state: ScaleWatch().log(POLICY, state)]
-    for read in (*readers, state_to_dict, lambda state: check_overflow_streak(POLICY, state)):
+    for read in (*readers, state_to_dict, lambda state: check_limits(POLICY, state)):
         with pytest.raises(TypeError, match=r"^the state is traced, .* call this outside of it, with the state"):
             jax.jit(read)(init_state(POLICY))
     with pytest.raises(

@@ -60,7 +60,7 @@ def test_fit_is_logged_at_its_end_and_with_the_logger_at_that_of_an_epoch(callba
 
 
 @pytest.mark.parametrize("make", [_keras, _v1])
-@pytest.mark.parametrize("read", ["state_dict", "diagnose", "check_overflow_streak"])
+@pytest.mark.parametrize("read", ["state_dict", "diagnose", "check_limits"])
 def test_what_reads_the_state_of_compiled_steps_logs(make, read, caplog):
     """`metrics` does not, since it does not wait for the device."""
     optimizer, weight = make(), tf.Variable(1.0)

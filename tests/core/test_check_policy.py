@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from lossscale_core import BaseScaling, DynamicScaling, FixedScaling, ScaleState, one_more, select
+from lossscale_core import BaseScaling, DynamicScaling, FixedScaling, ScaleState, saturating_increment, select
 from lossscale_core.testing import check_policy
 from tests.core.own_policies import policy_of_the_docs
 from tests.strategies import policies
@@ -166,7 +166,7 @@ BROKEN = [
             lambda old, new, flag, xp: Counting(*new[:6], old.good + 1),
             first=lambda state: Counting(*state, np.int32(0)),
         ),
-        "good wraps around after many overflows; use one_more",
+        "good wraps around after many overflows; use saturating_increment",
     ),
     # a checkpoint
     (_own("version", np.int32(7)), f"the state {STEP_1} is saved, but not restored: version=6"),
@@ -205,6 +205,6 @@ def test_one_more_stops_at_the_largest_count(convert):
     """Over the whole of int32, for a tracker is negative while a cooldown lasts; it keeps the dtype."""
     for count in (-(2**31), -(2**31) + 1, -(2**31) + 2, -3, -1, 0, 7, 2**31 - 2, 2**31 - 1):
         after = min(count + 1, 2**31 - 1)
-        more = one_more(convert(np.int32(count)))
+        more = saturating_increment(convert(np.int32(count)))
         assert (more, more.dtype) == (after, np.int32)
-    assert select(True, one_more(np.int32(1)), np.int32(0)) == 2
+    assert select(True, saturating_increment(np.int32(1)), np.int32(0)) == 2

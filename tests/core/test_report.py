@@ -15,6 +15,7 @@ from lossscale_core import (
     NoScaling,
     SpikeGuard,
     StepInfo,
+    check_limits,
     diagnose,
     dump_policy,
     init_state,
@@ -27,7 +28,6 @@ from lossscale_core.adapters import (
     SMALLEST_SCALE,
     GradientReport,
     OverflowReport,
-    check_overflow_streak,
 )
 from lossscale_core.errors import OverflowStreakError
 from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling
@@ -139,16 +139,16 @@ def test_the_overflow_streak_is_limited_by_the_policy(tmp_path):
     dump_policy(policy, tmp_path / "p.toml")
     state, full = _after(policy, "3F"), policy.init_state()._replace(overflow_streak=FULL)
     for source in (policy, tmp_path / "p.toml", policy_to_dict(policy)):
-        check_overflow_streak(source, _after(policy, "1T 2F"))
+        check_limits(source, _after(policy, "1T 2F"))
         with pytest.raises(
             OverflowStreakError, match=r"overflow_streak=3 has reached max_overflow_streak=3 at .*2\*\*13;"
         ):
-            check_overflow_streak(source, state)
+            check_limits(source, state)
         assert diagnose(source, state) == diagnose(policy, state)
     for unlimited in ("dynamic", 1024.0):
-        check_overflow_streak(unlimited, _after(policy, "100F"))
+        check_limits(unlimited, _after(policy, "100F"))
     with pytest.raises(OverflowStreakError):  # a streak that cannot count further does not become negative
-        check_overflow_streak(dataclasses.replace(policy, max_overflow_streak=int(FULL)), policy.update(full, False))
+        check_limits(dataclasses.replace(policy, max_overflow_streak=int(FULL)), policy.update(full, False))
 
 
 @pytest.mark.parametrize("xp", [None, np, array_api_strict])

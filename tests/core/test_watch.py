@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleWatch, diagnose, init_state, state_to_dict
-from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, check_overflow_streak
+from lossscale_core import (
+    DynamicScaling,
+    FixedScaling,
+    NoScaling,
+    ScaleWatch,
+    check_limits,
+    diagnose,
+    init_state,
+    state_to_dict,
+)
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from tests.strategies import flags, overflow_traces, policies
 
 TORCHS = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
@@ -121,7 +130,7 @@ def test_a_watch_reads_a_state_of_arrays():
     policy = DynamicScaling(init_scale=4.0, backoff_factor=0.375)
     state = policy.update(init_state(policy, xp=array_api_strict), array_api_strict.asarray(False))
     with _logged_records() as records:
-        check_overflow_streak(policy, None)
+        check_limits(policy, None)
         diagnose(policy, state)
         state_to_dict(state, policy)
         assert records == []

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 import lossscale_core as core
 from lossscale import from_tool, state_from_tool
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState, ScalingPolicy, StepInfo, testing
-from lossscale_core.adapters import check_overflow_streak
 
 HostState = ScaleState[np.float32 | np.int32]
 Params = dict[str, NDArray[np.float32]]
@@ -16,7 +15,7 @@ Params = dict[str, NDArray[np.float32]]
 
 def report(before: ScaleState, after: ScaleState) -> tuple[str, dict[str, Any], StepInfo, dict[str, Any]]:
     """Report on the states that the policies' own `init_state` returns."""
-    check_overflow_streak("dynamic", after)
+    core.check_limits("dynamic", after)
     return (
         core.diagnose("dynamic", after),
         core.metrics(after),

@@ -22,7 +22,7 @@ def fit(model: Any, x: Any, y: Any) -> str:
     assert_type(optimizer.last_step, StepInfo)
     assert_type(optimizer.scale_state, ScaleState)
     assert_type(optimizer.metrics(), dict[str, Any])
-    optimizer.check_overflow_streak()
+    optimizer.check_limits()
     optimizer.load_state_dict(optimizer.state_dict())
     if optimizer.last_step.applied:
         print(float(optimizer.loss_scale))

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from lossscale_core import FixedScaling, ScalingPolicy, as_policy
-from lossscale_core.adapters import shown
+from lossscale_core.adapters import describe
 
 _MOST_PARTS = 2**19
 FILE = click.Path(path_type=Path)
@@ -53,7 +53,7 @@ def _to_plain(value: Any) -> Any:
     with contextlib.suppress(Exception):  # of any method of an object that is no array
         if value.nbytes <= 2**16:
             return value.tolist()
-    return shown(value)
+    return describe(value)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.cli._shared import say
-from lossscale_core.adapters import shown, shown_names
+from lossscale_core.adapters import describe, shown_names
 from lossscale_core.errors import LossScaleError
 from lossscale_core.files import open_file
 from lossscale_core.testing import CSV_COLUMNS
@@ -104,6 +104,6 @@ def _numbers(path: Path, number: int, width: int, places: list[int | None], line
     except (ValueError, IndexError):
         pass
     raise click.UsageError(
-        f"{path}: row {number} is {shown(','.join(line))}, but must hold {width} numbers, with a step from 0 and "
+        f"{path}: row {number} is {describe(','.join(line))}, but must hold {width} numbers, with a step from 0 and "
         "a positive scale; delete the row"
     )

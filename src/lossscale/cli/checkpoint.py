@@ -18,7 +18,7 @@ from lossscale_core import (
     state_from_dict,
     state_to_dict,
 )
-from lossscale_core.adapters import read_torch_keys, shown, shown_names
+from lossscale_core.adapters import describe, read_torch_keys, shown_names
 from lossscale_core.errors import CheckpointError
 from lossscale_core.files import open_file, read_data
 
@@ -46,7 +46,9 @@ def command(file: Path, tool: str | None, policy_file: Path | None) -> None:
         names = shown_names(content) or "none"
         raise click.UsageError(f"{file}: no known scaler under the names {names}; pass its own part, and --from TOOL")
     policy = None if policy_file is None else load_policy(policy_file)
-    states = {place: _state(f"{file}{place and f' at {shown(place)}'}", found[place], tool, policy) for place in found}
+    states = {
+        place: _state(f"{file}{place and f' at {describe(place)}'}", found[place], tool, policy) for place in found
+    }
     print_json(next(iter(states.values())) if len(states) == 1 else states)
 
 
@@ -93,7 +95,7 @@ def _content(path: Path) -> Mapping[str, Any]:
     is_json = path.suffix.lower() == ".json"
     content = read_data(path, "state", CheckpointError) if is_json else _read_archive(path)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds {shown(content)}, but must hold a dict; pass another file")
+        raise CheckpointError(f"{path} holds {describe(content)}, but must hold a dict; pass another file")
     return content
 
 
@@ -119,7 +121,7 @@ def _read_archive(path: Path) -> Any:
         except Exception as error:  # these parsers raise nearly anything for a file that was cut or written by hand
             reason = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{path} is damaged, or is neither .json nor a zip archive, as torch.save writes: {shown(reason)}; "
+                f"{path} is damaged, or is neither .json nor a zip archive, as torch.save writes: {describe(reason)}; "
                 "if you trust it, load and save it again with a newer PyTorch"
             ) from error
 

@@ -7,7 +7,7 @@ import click
 from lossscale.cli._shared import AS_JSON, FILE, OVERWRITE, example, help_if_alone, require_new, say, warnings_as_lines
 from lossscale.other_tools import from_tool, tools, tools_of_config
 from lossscale_core import ScalingPolicy, dump_policy, load_policy, policy_to_dict
-from lossscale_core.adapters import policy_text, shown
+from lossscale_core.adapters import describe, policy_text
 from lossscale_core.errors import PolicyError
 from lossscale_core.files import read_data
 
@@ -44,7 +44,7 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
         require_new(out, overwrite=overwrite)
     config = read_data(file, "policy", PolicyError)
     if not isinstance(config, dict):
-        raise PolicyError(f"{file} holds {shown(config)}, but must hold a dict of keys; pass another file")
+        raise PolicyError(f"{file} holds {describe(config)}, but must hold a dict of keys; pass another file")
     if tool is None:
         found = tools_of_config(config)
         if len(found) != 1:

@@ -11,7 +11,7 @@ import numpy as np
 from lossscale_core._base import BaseScaling
 from lossscale_core._checkpoint import state_from_dict, state_to_dict
 from lossscale_core._config import PolicyLike, as_policy
-from lossscale_core._messages import shown
+from lossscale_core._messages import describe
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState
 from lossscale_core.errors import CheckpointWarning
@@ -63,13 +63,13 @@ def check_policy(policy: PolicyLike) -> None:
 
 def _check_first_state(policy: Any, start: Any, low: Any, high: Any) -> None:
     is_state = getattr(start, "_fields", ())[:6] == ScaleState._fields
-    _require(is_state, f"init_state returned {shown(start)}; return a NamedTuple that begins as ScaleState")
+    _require(is_state, f"init_state returned {describe(start)}; return a NamedTuple that begins as ScaleState")
     dtypes = dict.fromkeys(ScaleState._fields, "int32") | {"loss_scale": "float32"}
     again = policy.init_state()._asdict()
     for name, value in start._asdict().items():
         dtype = dtypes.get(name, "float32 or int32")
         good = isinstance(value, np.generic) and value.dtype.name in dtype and np.isfinite(value)
-        _require(good, f"{name} of init_state is {shown(value)}; return a finite NumPy scalar of {dtype}")
+        _require(good, f"{name} of init_state is {describe(value)}; return a finite NumPy scalar of {dtype}")
         _require(again[name] == value, f"{name} of init_state is {value}, and then {again[name]}; return equal states")
     for name in _COUNTERS[1:]:
         count = getattr(start, name)
@@ -107,7 +107,7 @@ def _check_run(
         for name, value in state.items():
             _require(np.isfinite(value), f"{name} is {value} {when}; keep it finite")
         is_wrapped = before["growth_tracker"] > 2**30 and flag and state["growth_tracker"] < -(2**30)
-        _require(not is_wrapped, f"growth_tracker wraps around {when}; use one_more")
+        _require(not is_wrapped, f"growth_tracker wraps around {when}; use saturating_increment")
         old, new = before["loss_scale"], state["loss_scale"]
         _require(
             flag or new <= old, f"loss_scale goes from {old:g} to {new:g} by an overflow {when}; never raise it there"
@@ -132,7 +132,7 @@ def _check_long_runs(policy: Any, traits: BaseScaling, low: Any, high: Any) -> N
             if getattr(trace, name)[-1] >= steps and getattr(start, name).dtype == np.int32:
                 with np.errstate(all="ignore"):
                     after = policy.update(start._replace(**{name: np.int32(LARGEST_COUNT)}), flag)
-                _require(getattr(after, name) >= 0, f"{name} wraps around after many {what}; use one_more")
+                _require(getattr(after, name) >= 0, f"{name} wraps around after many {what}; use saturating_increment")
         first, last = trace.loss_scale_used[0], trace.loss_scale_after[-1]
         text = f"loss_scale goes from {first:g} to {last:g} in {steps} {what}, but adapts is False; set it to True"
         _require(traits is not policy or traits.adapts or first == last, text)  # a bare policy has no `adapts`
@@ -154,7 +154,7 @@ def _run(
         except Exception as error:
             hint = "use operators and select(..., xp=xp)"
             raise AssertionError(f"update raised {error!r} {when}; {hint}") from error
-        text = f"update returned {shown(after)} {when}; return the type of the state"
+        text = f"update returned {describe(after)} {when}; return the type of the state"
         _require(type(after) is type(state), text)
         values, other = _values(after), _values(again)
         for name, value in before.items():

@@ -10,7 +10,7 @@ import numpy as np
 from lossscale_core._base import ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SpikeGuard
-from lossscale_core._messages import shown
+from lossscale_core._messages import describe
 from lossscale_core._state import ScaleState
 from lossscale_core._step import decide
 from lossscale_core.files import Path, csv_lines, write_whole
@@ -105,7 +105,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
         magnitudes = np.asarray(gradient_max, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"gradient_max={shown(gradient_max)} must be a sequence of numbers; call simulate_gradients(policy, "
+            f"gradient_max={describe(gradient_max)} must be a sequence of numbers; call simulate_gradients(policy, "
             "gradient_max), with magnitudes such as [1.0, 2.0]"
         ) from error
     if magnitudes.ndim != 1:
@@ -147,14 +147,14 @@ def _as_flags(grads_finite: Any) -> list[bool]:
     """Return the flags of a run. Raises `TypeError` for what is not a sequence of them, text included."""
     if isinstance(grads_finite, str) or not isinstance(grads_finite, Iterable):
         raise TypeError(
-            f"grads_finite={shown(grads_finite)} must be a sequence of bools; call simulate(policy, grads_finite), "
+            f"grads_finite={describe(grads_finite)} must be a sequence of bools; call simulate(policy, grads_finite), "
             "with flags such as [True, False]"
         )
     flags = list(grads_finite)
     for flag in flags:
         if flag is None or isinstance(flag, str) or (flag != 0 and flag != 1):
             raise TypeError(
-                f"simulate was given the flag {shown(flag)}, which is not a bool; pass True for a step that is finite"
+                f"simulate was given the flag {describe(flag)}, which is not a bool; pass True for a finite step"
             )
     return list(map(bool, flags))
 

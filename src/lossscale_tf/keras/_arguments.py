@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from lossscale_core import ScalingPolicy
-from lossscale_core.adapters import require_pairs, shown, warn_caller
+from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_tf._documented import documented_policy, policy_of, require_policy_or_number
 from lossscale_tf._verbs import Gradient, as_tensor
 from lossscale_tf.keras._inner import require_no_session
@@ -23,8 +23,10 @@ def policy_of_arguments(
         return documented_policy(loss_scale, dynamic, initial_scale, growth_steps)
     values = (loss_scale, dynamic, initial_scale, growth_steps)
     pairs = zip(_DEFAULTS.items(), values, strict=True)
-    if settings := ", ".join(f"{name}={shown(value)}" for (name, default), value in pairs if value != default):
-        raise ValueError(f"policy={shown(policy)} and {settings} are both given; pass either policy= or the settings")
+    if settings := ", ".join(f"{name}={describe(value)}" for (name, default), value in pairs if value != default):
+        raise ValueError(
+            f"policy={describe(policy)} and {settings} are both given; pass either policy= or the settings"
+        )
     return policy_of(policy)
 
 

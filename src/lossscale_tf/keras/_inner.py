@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale_core.adapters import shown
+from lossscale_core.adapters import describe
 from lossscale_tf._documented import scales_already
 
 
@@ -38,11 +38,11 @@ def require_optimizer(inner: Any) -> None:
         )
     if isinstance(inner, tf.compat.v1.train.Optimizer):
         raise TypeError(
-            f"inner_optimizer={shown(inner)} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer"
+            f"inner_optimizer={describe(inner)} is of tf.compat.v1; wrap it by lossscale_tf.v1.LossScaleOptimizer"
         )
     if isinstance(inner, type) or not hasattr(inner, "apply_gradients"):
         raise TypeError(
-            f"inner_optimizer={shown(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
+            f"inner_optimizer={describe(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
         )
 
 

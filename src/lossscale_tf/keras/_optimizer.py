@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import lossscale_keras
 from lossscale_core import BaseScaling, ScaleState, SpikeGuard
-from lossscale_core.adapters import check_setting, shown, warn_caller
+from lossscale_core.adapters import check_setting, describe, warn_caller
 from lossscale_core.errors import CallOrderError
 from lossscale_tf._marks import mark_gradient, mark_of, origins
 from lossscale_tf._state import warn_if_resumed
@@ -516,7 +516,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         if name == "iterations":
             _names.set_iterations(inner, value)
         elif name in _names.REMEDIES:
-            raise AttributeError(f"{name}={shown(value)} cannot be set, {_names.REMEDIES[name]}")
+            raise AttributeError(f"{name}={describe(value)} cannot be set, {_names.REMEDIES[name]}")
         elif _names.is_hyperparameter(self, name):
             if not hasattr(inner, _names.spelled(name)):
                 raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{_names.spelled(name)}'")

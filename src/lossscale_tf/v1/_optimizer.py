@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lossscale_core import ScaleState, ScalingPolicy, StepInfo, metrics, state_from_dict, state_to_dict
-from lossscale_core.adapters import check_overflow_streak, require_pairs, shown, warn_caller
+from lossscale_core import ScaleState, ScalingPolicy, StepInfo, check_limits, metrics, state_from_dict, state_to_dict
+from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_tf._documented import policy_of, require_policy_or_number, scales_already
 from lossscale_tf._marks import mark_gradient, origins
 from lossscale_tf._state import warn_if_resumed
@@ -91,7 +91,7 @@ class LossScaleOptimizer(_Optimizer):
         """
         return self._step.watch.diagnose(self.policy, self._step.state.read_on_host())
 
-    def check_overflow_streak(self) -> None:
+    def check_limits(self) -> None:
         """Log events and raise errors as every eager step does; for steps that a `tf.function` takes.
 
         Synchronises with the host.
@@ -99,7 +99,7 @@ class LossScaleOptimizer(_Optimizer):
         Raises:
             OverflowStreakError: The policy's `max_overflow_streak` is reached.
         """
-        check_overflow_streak(self.policy, self._read_and_log() if tf.executing_eagerly() else self.scale_state)
+        check_limits(self.policy, self._read_and_log() if tf.executing_eagerly() else self.scale_state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the policy as plain numbers, which other frameworks can restore.
@@ -293,7 +293,7 @@ def _require_optimizer(opt: Any) -> None:
         raise TypeError("this optimizer scales the loss already; wrap the optimizer once")
     if not isinstance(opt, _Optimizer):
         raise TypeError(
-            f"opt={shown(opt)} must be a tf.compat.v1.train.Optimizer; wrap a Keras optimizer by "
+            f"opt={describe(opt)} must be a tf.compat.v1.train.Optimizer; wrap a Keras optimizer by "
             "lossscale_tf.LossScaleOptimizer"
         )
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, StepInfo, step_info
-from lossscale_core.adapters import check_overflow_streak
+from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, StepInfo, check_limits, step_info
 from lossscale_tf._verbs import Gradient, all_replicas, cast_for, finite_when_unscaled, inverse_of
 
 _one_at_a_time = threading.Lock()
@@ -99,7 +98,7 @@ class Step:
                 self.state.assign(after)
             self.last_step = step_info(before, after)
             # The state is set before anything is raised, so that callers who catch it continue at the lower scale.
-            check_overflow_streak(self.policy, after)
+            check_limits(self.policy, after)
             self.watch.log(self.policy, after)
             return None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lossscale_core import SpikeGuard
-from lossscale_core.adapters import check_setting, locate_fault, log_event, shown
+from lossscale_core.adapters import check_setting, describe, locate_fault, log_event
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import names_of, params_of, values_of
@@ -121,7 +121,7 @@ def guarded(
     if reason := _unfit(optimizer):
         raise TypeError(f"guarded() was given {type(optimizer).__name__}, which {reason}")
     if on_bad not in ("skip", "raise"):
-        raise PolicyError(f'on_bad={shown(on_bad)} must be "skip" or "raise"; leave it out to skip bad steps')
+        raise PolicyError(f'on_bad={describe(on_bad)} must be "skip" or "raise"; leave it out to skip bad steps')
     scaler = _Step(
         "cpu", policy="none", guard=guard, half_gradients=True, process_group=process_group, norm_group=norm_group
     )
