@@ -7,8 +7,6 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
 
-from lossscale import _recording
-
 
 def execute(program: list[str], *, is_module: bool) -> None:
     """Execute a program as `__main__`; its exit status, output and tracebacks are those that it has without us.
@@ -24,12 +22,11 @@ def execute(program: list[str], *, is_module: bool) -> None:
         SystemExit: The program is done, or cannot be found (status 2).
     """
     sys.argv[:] = program
+    main, code = _module(program[0]) if is_module else _script(program[0])
+    sys.modules["__main__"] = main
     try:
-        main, code = _module(program[0]) if is_module else _script(program[0])
-        sys.modules["__main__"] = main
         exec(code, vars(main))
-    except SystemExit as error:
-        _recording.RECORDING.ended_by_usage_error = error.code == 2
+    except SystemExit:
         raise
     except BaseException as error:
         frames = error.__traceback__ and error.__traceback__.tb_next  # the first is this function's

@@ -1,6 +1,5 @@
 """The subcommand `lossscale run`: run a PyTorch script with this library's scaler in the place of torch's."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,4 +32,12 @@ def command(policy: str | None, trace: Path | None, is_module: bool, program: tu
     from lossscale import _recording, _script
 
     _recording.start(scaling, None if trace is None else trace.absolute())
-    return functools.partial(_script.execute, list(program), is_module=is_module)
+
+    def execute() -> None:
+        try:
+            _script.execute(list(program), is_module=is_module)
+        except SystemExit as error:
+            _recording.RECORDING.ended_by_usage_error = error.code == 2
+            raise
+
+    return execute
