@@ -39,7 +39,6 @@ from lossscale_torch._record import (
     READY,
     STEPPED,
     UNSCALED,
-    VETO,
     Kind,
     OptimizerStep,
     OptimizerSteps,
@@ -161,6 +160,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         self._follows_checkpoint = policy is None
         self._state.load(self._policy.init_state(), self._policy)
         self._waiting = Waiting(optimizers if enabled else ())
+        for optimizer in self._waiting.optimizers:
+            require_optimizer(optimizer, "GradScaler")
         # True after the warning about a step without a loss, and where gradients wait or no loss is scaled.
         self._loss_is_optional = bool(self._waiting.optimizers)
         self._needs_new_loss = False  # True if a state was loaded since a loss was scaled
@@ -404,7 +405,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             if self._state.scale is None:
                 self._place_beside(optimizer)
             self._check_gradients(step, kind_of(optimizer))
-            step.flags[VETO], step.applied = torch.ones(()), False
+            step.applied = False
+            step.store_veto(True, self._ranks)
             self._ranks.before_step(self, step)
         step["stage"], step.applied = STEPPED, False
 
@@ -836,6 +838,11 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         for name in ("_scale", "_growth_tracker", "_init_scale", "_init_growth_tracker"):
             state.pop(name, None)
         names = ("_state", "_hooks", "_guard", "_undoing", "_waiting", "_watch", "_ranks")
+        if self._undoing:
+            warn_caller(
+                "a copy or a pickle of a scaler protects no modules and rescales no gradients; make a scaler with "
+                "protect= or optimizers=, and pass it the state_dict() of this one"
+            )
         own = copy.deepcopy({name: getattr(self, name) for name in names})
         return {**state, **own, "_steps": OptimizerSteps(OptimizerStep), "_losses": []}
 

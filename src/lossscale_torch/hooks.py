@@ -15,28 +15,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lossscale_core import GuardState, SpikeGuard, check_limits
-from lossscale_core.adapters import (
-    check_guard,
-    describe,
-    guard_state_from_dict,
-    shown_number,
-    warn_caller,
-)
+from lossscale_core.adapters import check_guard, describe, guard_state_from_dict, shown_number
 from lossscale_core.errors import PolicyError, SyncError
 from lossscale_torch._gradients import Gradients, has_meshes, is_dtensor, params_of, reduce_max, to_device
-from lossscale_torch._record import (
-    PLAIN,
-    READY,
-    SPIKE,
-    UNSCALED,
-    VETO,
-    OptimizerStep,
-    combine,
-    flags_of,
-    kind_of,
-    read_numbers,
-    require_optimizer,
-)
+from lossscale_torch._record import PLAIN, READY, SPIKE, UNSCALED, VETO, OptimizerStep, combine, flags_of, kind_of
 from lossscale_torch._snapshots import Buffers
 from lossscale_torch._state import is_capturing, outside_graph
 from lossscale_torch._step_info import StepInfo
@@ -137,7 +119,7 @@ class Guard(Hook):
             flag, after = self._check_on_device(state, to_device(norm, device), to_device(overflow, device) == 0.0)
         else:
             value = norm.item()
-            is_known = value < math.inf and not any(read_numbers([overflow], norm.device))
+            is_known = value < math.inf and not overflow
             # A norm beyond float32 is a spike, and not an overflow.
             accepted, after = self.rule.check(state, min(value, _LARGEST) if is_known else math.inf)
             flag = torch.tensor(float(not accepted), dtype=torch.float32)
@@ -165,7 +147,7 @@ class Guard(Hook):
             # After an overflow there is nothing to remember: the norm was not finite.
             others = [flag for name, flag in flags.items() if isinstance(name, str) and name != SPIKE]
             if not isinstance(state.mean, Tensor):
-                if not any(read_numbers(others, flags[SPIKE].device)):
+                if not combine(others, flags[SPIKE].device):
                     self._states[key] = after
                     on_host.append(after)
                 continue
@@ -264,11 +246,6 @@ class Protect(Hook):
                 buffers.put_back(with_caches=False)
 
     def __reduce__(self) -> Any:
-        if self._handles:
-            warn_caller(
-                "a copy or a pickle of a scaler protects no modules; make a scaler with protect= and pass it the "
-                "state_dict() of this one"
-            )
         return Protect, ((),)
 
 
@@ -277,8 +254,6 @@ class Waiting(Hook):
 
     def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
         self.optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        for optimizer in self.optimizers:
-            require_optimizer(optimizer, "GradScaler")
 
     def leave_out(self, records: Mapping[int, OptimizerStep]) -> Mapping[int, OptimizerStep]:
         """Return the records of an update: all but those of unscaled gradients that wait, if others took part."""
@@ -311,11 +286,6 @@ class Waiting(Hook):
             Gradients([step.optimizer]).multiply_(torch.where(is_finite, 1.0, math.inf))
 
     def __reduce__(self) -> Any:
-        if self.optimizers:
-            warn_caller(
-                "a copy or a pickle of a scaler rescales no gradients; make a scaler with optimizers= and pass it the "
-                "state_dict() of this one"
-            )
         return Waiting, ()
 
 

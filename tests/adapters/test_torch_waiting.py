@@ -8,53 +8,44 @@ from hypothesis import strategies as st
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.torch_steps import COPIES, EITHER_KIND, INF, one, ready, take_step
+from tests.adapters.torch_steps import EITHER_KIND, INF, one, ready, take_step
 
 MAX_NORM = 0.5
 
 
-class _Lightning:
-    """Calls the scaler as Lightning's precision plugin does: each step of an optimizer ends in an update."""
-
-    def __init__(self, scaler):
-        self.scaler = scaler
-
-    def step(self, optimizers, clip):
-        for optimizer in optimizers:
-            self.scaler.unscale_(optimizer)
-            if clip:
-                _clip([optimizer])
-            self.scaler.step(optimizer)
-            self.scaler.update()
-            optimizer.zero_grad()
-
-
-class _Accelerate(_Lightning):
-    """Calls the scaler as Accelerate does: a clip unscales all optimizers before the first step."""
-
-    def step(self, optimizers, clip):
+def _as_lightning(scaler, optimizers, clip):
+    """Call the scaler as Lightning's precision plugin does: each step of an optimizer ends in an update."""
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
         if clip:
-            for optimizer in optimizers:
-                self.scaler.unscale_(optimizer)
-            _clip(optimizers)
-        for optimizer in optimizers:
-            self.scaler.step(optimizer, None)
-            self.scaler.update()
-            optimizer.zero_grad()
+            _clip([optimizer])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
 
 
-class _Plain(_Lightning):
-    """Steps all optimizers before one update."""
+def _as_accelerate(scaler, optimizers, clip):
+    """Call the scaler as Accelerate does: a clip unscales all optimizers before the first step."""
+    for optimizer in optimizers if clip else ():
+        scaler.unscale_(optimizer)
+    if clip:
+        _clip(optimizers)
+    for optimizer in optimizers:
+        scaler.step(optimizer, None)
+        scaler.update()
+        optimizer.zero_grad()
 
-    def step(self, optimizers, clip):
-        if clip and optimizers:
-            self.scaler.unscale_and_clip_(optimizers, MAX_NORM)
-        for optimizer in optimizers:
-            self.scaler.step(optimizer)
-        if optimizers:
-            self.scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+
+def _together(scaler, optimizers, clip):
+    """Step all optimizers before one update."""
+    if clip and optimizers:
+        scaler.unscale_and_clip_(optimizers, MAX_NORM)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    if optimizers:
+        scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
 
 
 def _clip(optimizers):
@@ -83,7 +74,7 @@ def _train(make_scaler, loop, periods, fused, clip, tries=None):
             if scaler.is_enabled() and attempt is not None and attempt.number < bad_tries:
                 layers[0].weight.grad[0] = INF
             left_out = due if bad_tries > 3 and not scaler.is_enabled() else []
-            loop(scaler).step([each for each in due if each not in left_out], clip)
+            loop(scaler, [each for each in due if each not in left_out], clip)
             for optimizer in left_out:
                 optimizer.zero_grad()
     return [param.detach() for layer in layers for param in layer.parameters()]
@@ -106,7 +97,7 @@ PERIODS = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([_Plain, _Lightning, _Accelerate]), PERIODS, st.booleans(), st.booleans())
+@given(st.sampled_from([_together, _as_lightning, _as_accelerate]), PERIODS, st.booleans(), st.booleans())
 def test_optimizers_of_any_periods(loop, periods, fused, clip):
     """The scale grows while gradients wait, and they follow."""
     _require_float32(loop, periods, fused, clip)
@@ -117,7 +108,7 @@ def test_optimizers_of_any_periods(loop, periods, fused, clip):
 @given(PERIODS, st.booleans(), st.integers(0, 4))
 def test_retries_and_loops_that_give_up(periods, fused, tries):
     """Each try begins with the gradients that waited, at its own scale; they follow the scale after the loop, too."""
-    _require_float32(_Plain, [1, *periods], fused, True, tries)
+    _require_float32(_together, [1, *periods], fused, True, tries)
 
 
 @EITHER_KIND
@@ -192,11 +183,3 @@ def test_two_overflows_of_one_batch(fused, is_joint):
         assert not scaler.update().applied_of(optimizer)
         assert scaler.get_scale() == scale
     assert [param.item() for param in params] == [1.0, 1.0]
-
-
-@COPIES
-def test_a_copy_rescales_nothing(copied):
-    """It steps other optimizers, and says so."""
-    _, optimizer = one()
-    with pytest.warns(UserWarning, match="rescales no gradients; make a scaler with optimizers="):
-        assert copied(GradScaler("cpu", optimizers=[optimizer]))._waiting.optimizers == []
