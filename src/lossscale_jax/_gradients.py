@@ -93,7 +93,7 @@ def are_finite_with_norm(grads: PyTree, factor: Array, branches_on: Callable[[Ar
 
     A finite sum of squares proves that all elements are finite, and costs one read at memory speed. If the sum is not
     finite, or if the factor is above 1, elements are tested one by one, and the norm is computed in units of a large
-    power of two, since the squares may overflow. Both is always done unless `branches_on` the sum is true. The norm is
+    power of two, since the squares may overflow. If `branches_on` the sum is False, both is always done. The norm is
     infinite if it exceeds its dtype.
     """
     groups = _groups(grads)
@@ -131,7 +131,7 @@ def _groups(grads: PyTree) -> list[list[Array]]:
 
 
 def _count_not_finite(group: list[Array], factor: Array) -> Array:
-    """Return the number of places where an array is not finite once it is multiplied by `factor`, about; 0 if exact.
+    """Return in how many places an array is not finite once it is multiplied by `factor`; large counts are rounded.
 
     Integers of the same bits are ordered as magnitudes are, with infinity and NaN above all numbers. So the largest
     magnitude in each place decides, and no NaN is lost, as in XLA's maximum of floats on a CPU.
@@ -143,8 +143,10 @@ def _count_not_finite(group: list[Array], factor: Array) -> Array:
     whole = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
     magnitudes = [lax.bitcast_convert_type(part, whole) & jnp.iinfo(whole).max for part in group]
     largest = lax.bitcast_convert_type(functools.reduce(jnp.maximum, magnitudes), dtype)
-    # On a CPU, XLA computes a sum of squares at memory speed, and a maximum one element at a time.
-    return _squared((~jnp.isfinite(largest * factor.astype(dtype))).astype(jnp.float32))
+    flags = (~jnp.isfinite(largest * factor.astype(dtype))).astype(jnp.float32)
+    # On a CPU, XLA computes a sum of squares at memory speed, and a maximum one element at a time. A GPU might store
+    # the factors of a product.
+    return _squared(flags) if jax.default_backend() == "cpu" else flags.sum()
 
 
 def _sum_of_squares(groups: list[list[Array]]) -> Array:
@@ -171,10 +173,10 @@ def in_one_kernel(function: Callable[[Tree], Tree], scalars: Tree) -> Tree:
     On a CPU, XLA compiles and launches a kernel for each scalar, but a single one for a loop over scalars.
     """
     scalars = jax.tree.map(lax.stop_gradient, scalars)
-    results = jax.eval_shape(function, scalars)
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(scalars))
     if not is_traced or jax.default_backend() != "cpu":
         return function(scalars)
+    results = jax.eval_shape(function, scalars)
     scalars = jax.tree.map(lambda leaf, result: vary(leaf, varying(result)), scalars, results)
     once = lax.optimization_barrier(jnp.asarray(True))  # otherwise XLA would unroll the loop
     return lax.while_loop(
