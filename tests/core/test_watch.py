@@ -84,12 +84,6 @@ def test_what_a_run_says_and_when(policy, runs, events):
     assert _events(policy, flags(runs)) == events
 
 
-def test_a_look_now_and_then_says_the_same_later():
-    """A watch that looks after every 16th step misses neither the fall through 1 nor the floor."""
-    assert _events(TORCHS, flags("200F"), every=16) == [("calibrating", 16), (SKIPPING, 32), (STUCK, 144)]
-    assert _events(DynamicScaling(), flags("12F 50T"), every=8) == [("calibrating", 8), ("healthy", 16)]
-
-
 def test_a_line_names_the_remedy_of_diagnose():
     """The level, the step, the diagnosis word for word, and numbers for a handler that acts on them."""
     for runs, levels in (("142F", [20, 30, 30]), ("12F 1T", [20, 20])):
