@@ -22,7 +22,7 @@ import lossscale_torch
 from lossscale_core import ScalingPolicy
 from lossscale_core.errors import LossScaleError
 from lossscale_core.files import csv_lines
-from lossscale_core.testing import CSV_COLUMNS
+from lossscale_core.testing import TITLES
 
 _MOST_WAITING, _MOST_LINES = 100, 10
 _PARTS = ("_enabled", "_policy", "_state", "_watch", "_guard")
@@ -102,7 +102,7 @@ class Recording:
             return
         try:
             with open(self._file, "a+b") as file:  # opened each time: scripts fork and close files
-                text = "".join(csv_lines(rows, () if file.tell() else CSV_COLUMNS))
+                text = "".join(csv_lines(rows, () if file.tell() else TITLES))
                 if file.tell():  # a process that was killed, or a full disk, may have cut the last row
                     file.seek(-1, os.SEEK_END)
                     text = text if file.read() == b"\n" else f"\n{text}"

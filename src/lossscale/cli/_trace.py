@@ -14,7 +14,7 @@ from lossscale.cli._shared import say
 from lossscale_core.adapters import describe, shown_names
 from lossscale_core.errors import LossScaleError
 from lossscale_core.files import open_file
-from lossscale_core.testing import CSV_COLUMNS
+from lossscale_core.testing import TITLES
 
 _APPLIED, _OVERFLOWED, _SCALER, _WIDTH = 2, 3, 7, 8
 _WORDS = {"True": 1.0, "False": 0.0, "": np.nan}
@@ -53,7 +53,7 @@ def read_trace(path: Path) -> Trace:
         if missing := [name for name in ("step", "scale", "overflowed") if name not in titles]:
             has = shown_names(titles) or "nothing"
             raise click.UsageError(f"{path} has no column {missing[0]}; it has {has}; add it")
-        places = [titles.index(name) if name in titles else None for name in CSV_COLUMNS]
+        places = [titles.index(name) if name in titles else None for name in TITLES]
         for number, line in enumerate(filter(any, lines), 2):
             if len(line) < len(titles):
                 cut.append(number)

@@ -11,7 +11,7 @@ from lossscale.cli._shared import FILE, OVERWRITE, example, print_table, require
 from lossscale_core import load_policy
 from lossscale_core.adapters import policy_text, shown_number
 from lossscale_core.files import csv_lines, write_whole
-from lossscale_core.testing import CSV_COLUMNS
+from lossscale_core.testing import TITLES
 
 
 @click.command("demo", epilog=example("lossscale demo --steps 300 --out lossscale-demo"))
@@ -60,7 +60,7 @@ def command(policy_file: Path | None, weight: float, seed: int, steps: int, out:
     contents: dict[str, str | bytes] = {
         "demo.png": draw_demo(runs, weight, seed, is_narrow=False),
         "demo-narrow.png": draw_demo(runs, weight, seed, is_narrow=True),
-        "trace.csv": "".join(csv_lines(trace, CSV_COLUMNS)),
+        "trace.csv": "".join(csv_lines(trace, TITLES)),
         "policy.toml": policy_text(policy, ".toml"),
     }
     for path in results:

@@ -9,15 +9,8 @@ Import separately `lossscale_core.testing.loops`, which has what a check of trai
 """
 
 from lossscale_core.testing._check import check_policy
-from lossscale_core.testing._simulation import (
-    CSV_COLUMNS,
-    LARGEST_NUMBER,
-    Trace,
-    simulate,
-    simulate_gradients,
-    trace_to_csv,
-)
+from lossscale_core.testing._simulation import LARGEST_NUMBER, TITLES, Trace, simulate, simulate_gradients, trace_to_csv
 
-__all__ = ["CSV_COLUMNS", "LARGEST_NUMBER", "Trace", "check_policy", "simulate", "simulate_gradients", "trace_to_csv"]
+__all__ = ["LARGEST_NUMBER", "TITLES", "Trace", "check_policy", "simulate", "simulate_gradients", "trace_to_csv"]
 
 Trace.__module__ = __name__  # a pickle stores it, and the private module may change

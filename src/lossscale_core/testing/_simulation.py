@@ -25,7 +25,7 @@ LARGEST_NUMBER = {
     "float64": (2.0 - 2.0**-52) * 2.0**1023,
 }
 """The largest finite number of each dtype that gradients may have."""
-CSV_COLUMNS = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
+TITLES = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
 """The titles of a trace in CSV; `docs/command.md` describes the columns."""
 
 
@@ -140,7 +140,7 @@ def trace_to_csv(trace: Trace, path: Path) -> None:
     step = trace.steps - ~spiked  # before the step; a spike is not counted
     columns = (step, trace.loss_scale_used, ~(trace.skipped | spiked), trace.skipped, spiked)
     rows = ((*cells, None, None, 0) for cells in zip(*columns, strict=True))
-    write_whole(path, "".join(csv_lines(rows, CSV_COLUMNS)), overwrite=True)
+    write_whole(path, "".join(csv_lines(rows, TITLES)), overwrite=True)
 
 
 def _as_flags(grads_finite: Any) -> list[bool]:
