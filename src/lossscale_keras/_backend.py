@@ -1,25 +1,66 @@
 """The parts that `keras.ops` lacks, for the backend on which Keras runs in this process."""
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 BACKEND: str = keras.backend.backend()
 
 xp: Any
 """The array namespace that `policy.update` gets."""
-is_finite: Callable[[Any], Any]
-"""Return whether a number is finite: an array, or a number on the host."""
 half_squares: Callable[[Any], Any]
 """Return half the sum of squares of an array in float32 or wider, in one read and without a copy; shape `()`."""
 
+# Not `keras.ops.vdot` for all: XLA would collect an array that is sharded over devices before it flattens it, and a
+# matrix product may round to TF32. Not `ops.sum(ops.square(x))`: without a compiler it writes all squares to memory.
+if BACKEND == "jax":
+    import jax
 
-def unconverted(function: Any) -> Any:
-    """Keep TensorFlow's AutoGraph from converting a function, which takes seconds; elsewhere return it unchanged."""
-    return tf.autograph.experimental.do_not_convert(function) if BACKEND == "tensorflow" else function
+    xp, half_squares = jax.numpy, lambda x: 0.5 * xp.sum(xp.square(x))
+elif BACKEND == "torch":
+    import torch
+
+    xp, half_squares = torch, lambda x: 0.5 * torch.linalg.vector_norm(x) ** 2
+elif BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    from lossscale_keras import tensorflow
+
+    xp = tf
+else:  # such as numpy, on which Keras cannot train
+    xp, half_squares = np, lambda x: 0.5 * np.sum(np.square(x))
+
+
+def _sum_of_squares(arrays: list[Any]) -> Any:
+    """Return the sum of the squares of real arrays in float32, or in float64 if an array is in it."""
+    halves = [half_squares(array) for array in arrays]
+    wide = "float64" if any("float64" in str(each.dtype) for each in halves) else "float32"
+    halves = [each if wide in str(each.dtype) else ops.cast(each, wide) for each in halves]
+    return 2.0 * functools.reduce(operator.add, halves, ops.zeros((), wide))
+
+
+class _OneReplica:
+    """What other backends do instead of the functions of `lossscale_keras.tensorflow`."""
+
+    require_replica = staticmethod(lambda: None)
+    merges_replicas = staticmethod(lambda: False)
+    unconverted = sum_over_replicas = agree = staticmethod(lambda same: same)
+    lock_of = staticmethod(contextlib.nullcontext)
+    sum_of_squares = staticmethod(_sum_of_squares)
+
+    @staticmethod
+    def call_once(function: Callable[[], None]) -> None:
+        function()
+
+
+native: Any = tensorflow if BACKEND == "tensorflow" else _OneReplica
+"""The functions of `lossscale_keras.tensorflow`, or what replaces them on another backend."""
 
 
 def is_compiling() -> bool:
@@ -27,26 +68,16 @@ def is_compiling() -> bool:
     return BACKEND == "torch" and torch.compiler.is_compiling()
 
 
-# Not `keras.ops.vdot` for all: XLA would collect an array that is sharded over devices before it flattens it, and a
-# matrix product may round to TF32. Not `ops.sum(ops.square(x))`: without a compiler it writes all squares to memory.
-if BACKEND == "jax":
-    import jax
+def is_traced(arrays: list[Any]) -> bool:
+    """Return whether these arrays have no values yet, since a compiler or a graph traces the step."""
+    if BACKEND == "jax":
+        return any(isinstance(array, jax.core.Tracer) for array in arrays)
+    return BACKEND == "tensorflow" and not tf.executing_eagerly()
 
-    xp, half_squares, is_finite = jax.numpy, lambda x: 0.5 * xp.sum(xp.square(x)), jax.numpy.isfinite
-elif BACKEND == "torch":
-    import torch
 
-    xp, half_squares, is_finite = torch, lambda x: 0.5 * torch.linalg.vector_norm(x) ** 2, torch.isfinite
-elif BACKEND == "tensorflow":
-    import tensorflow as tf
-
-    xp, half_squares = tf, tf.nn.l2_loss
-
-    def is_finite(number: Any) -> Any:
-        return tf.math.is_finite(number) if tf.is_tensor(number) else bool(np.isfinite(number))
-
-else:  # such as numpy, on which Keras cannot train
-    xp, half_squares, is_finite = np, lambda x: 0.5 * np.sum(np.square(x)), np.isfinite
+def returns_gradients(loss: Any) -> bool:
+    """Return whether this loss is scaled in a trace that stores nothing, but may return the gradients to any caller."""
+    return is_compiling() or (BACKEND == "jax" and is_traced([loss]))
 
 
 def without_duplicates(leaf: Any) -> Any:
@@ -64,36 +95,6 @@ def require_training() -> None:
         )
 
 
-def is_traced(arrays: list[Any]) -> bool:
-    """Return whether these arrays have no values yet, since a compiler or a graph traces the step."""
-    if BACKEND == "jax":
-        return any(isinstance(array, jax.core.Tracer) for array in arrays)
-    return BACKEND == "tensorflow" and not tf.executing_eagerly()
-
-
-def graphs_around() -> list[Any]:
-    """Return the graph that TensorFlow builds and those around it, innermost first; none in eager execution."""
-    if BACKEND != "tensorflow" or tf.executing_eagerly():
-        return []
-    graphs = [tf.compat.v1.get_default_graph()]
-    # The graph around a function that is called eagerly is the thread's, which is never built.
-    while (outer := getattr(graphs[-1], "outer_graph", None)) is not None and outer.building_function:
-        graphs.append(outer)
-    return graphs
-
-
-def replica_number() -> int | None:
-    """Return the number of this replica; None without replicas."""
-    if BACKEND != "tensorflow" or not tf.distribute.has_strategy():
-        return None
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
-        return None
-    # On TPUs the number may be a tensor without a value while a step is traced, as one trace serves all replicas:
-    # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/distribute_lib.py#L3514
-    return int(tf.get_static_value(context.replica_id_in_sync_group) or 0)
-
-
 def outside_traces(variables: list[Any]) -> Any:
     """Return a context that leaves the trace of TensorFlow, if the variables have values outside of it.
 
@@ -106,19 +107,3 @@ def outside_traces(variables: list[Any]) -> Any:
             bool((each.value if isinstance(each, keras.Variable) else each).is_initialized()) for each in variables
         )
     return tf.init_scope() if exist else contextlib.nullcontext()
-
-
-def shared_variable(name: str) -> Any:
-    """Return a float32 variable of TensorFlow at 0, with a value for each replica; None on other backends."""
-    if BACKEND != "tensorflow":
-        return None
-    with tf.init_scope():
-        # Each replica sets its own. A mirrored variable needs a merge call, which a user's loop must not contain:
-        # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/mirrored_run.py#L503
-        return tf.Variable(
-            0.0,
-            trainable=False,
-            name=name,
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )

@@ -1,10 +1,8 @@
 """`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any, Self
 
 import keras
@@ -15,11 +13,22 @@ import lossscale_core as core
 from lossscale_core import adapters
 from lossscale_core.adapters import describe
 from lossscale_core.errors import CallOrderError, CheckpointWarning
-from lossscale_keras import _replicas as replicas
-from lossscale_keras._backend import BACKEND, is_compiling, is_traced, outside_traces, require_training, unconverted, xp
+from lossscale_keras._backend import (
+    BACKEND,
+    is_compiling,
+    is_traced,
+    native,
+    outside_traces,
+    require_training,
+    returns_gradients,
+    xp,
+)
 from lossscale_keras._losses import Losses, ScaledLoss
-from lossscale_keras._step import Checked, LastStep, States, Stored, check, is_overwritten, unscaled
+from lossscale_keras._places import EAGER, HOST, TRACED, Traced, place_of
+from lossscale_keras._step import Checked, LastStep, NoState, States, check, is_overwritten, unscaled
+from lossscale_keras._stored import Stored
 from lossscale_keras._verbs import Tree, dense, scale
+from lossscale_keras.forwarding import forwarded
 
 
 # Keras's `compile` wraps any other optimizer in its own under mixed_float16, so that this is a subclass of Keras's:
@@ -42,9 +51,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     per step, as Keras's own wrapper does; one more after an overflow, and one more with a guard.
 
     Args:
-        inner_optimizer: A Keras 3 optimizer. Its `global_clipnorm` moves to this wrapper, unless it accumulates.
-        policy: Anything that `as_policy` accepts. "dynamic" is `DynamicScaling()`, which begins at 2**16; in
-            `lossscale_tf` it is the rule of TensorFlow's documents, which begins at 2**15.
+        inner_optimizer: A Keras 3 optimizer. Its settings stay its own, and can be read and set on the wrapper.
+        policy: Anything that `as_policy` accepts.
         guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
             scale and its counters unchanged. The norm is that of the unscaled gradients before clipping.
         global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
@@ -52,8 +60,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     Raises:
         TypeError: `inner_optimizer` is not a Keras 3 optimizer, or scales the loss already.
-        ValueError: Both optimizers have a `global_clipnorm`, the inner optimizer accumulates gradients, or another
-            wrapper has this optimizer.
+        ValueError: `global_clipnorm` is given, and the inner optimizer has one, too, or accumulates gradients; the
+            inner optimizer has a `loss_scale_factor`; or another wrapper has this optimizer.
         PolicyError: Another argument is not valid.
     """
 
@@ -69,24 +77,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         require_training()
         policy = core.as_policy(policy)
         adapters.check_guard(guard)
-        clipnorm = self._clipnorm_of(inner_optimizer, global_clipnorm)
+        self._require_optimizer(inner_optimizer)
+        _require_single_clip(inner_optimizer, global_clipnorm)
         _require_single_wrapper(self, inner_optimizer)
         # Not the constructor of Keras's wrapper, which makes an attribute of each setting of Keras's rule.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
-        inner_optimizer.loss_scale_factor = None  # as in Keras's wrapper, so that nothing is scaled twice
         self.inner_optimizer = inner_optimizer
         self.policy: core.ScalingPolicy = policy
         self.guard = guard
-        self._max_norm = clipnorm
+        self._max_norm = None if global_clipnorm is None else float(global_clipnorm)
         self._watch = core.ScaleWatch()
+        start = policy.init_state()
         with keras.name_scope(self.name, caller=self):
-            self._state = Stored(policy.init_state())
-            self._guard_state = None if guard is None else Stored(guard.init_state(), "guard_")
+            self._state = Stored(start)
+            self._guard_state = Stored(NoState() if guard is None else guard.init_state(), "guard_")
             self._last = Stored(LastStep(), "last_")
-        self._losses = Losses(self._state.variables[0])
-        guard_variables = [] if self._guard_state is None else self._guard_state.variables
+        self._losses = Losses(self._state, float(start.loss_scale))
         # Keras's tracker finds variables in lists that are attributes.
-        self._stored_variables = [*self._state.variables, *self._last.variables, *guard_variables]
+        self._stored_variables = [*self._state.variables, *self._last.variables, *self._guard_state.variables]
 
     def build(self, var_list: list[Any]) -> None:
         """Create the inner optimizer's variables.
@@ -95,9 +103,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             var_list: The list of the variables to train.
         """
         self._build_inner(var_list)
-        keras.optimizers.Optimizer.build(self, var_list)
+        # Not `Optimizer.build`, which would create averages and accumulators of the wrapper's own. Without tracking.
+        self.__dict__["_trainable_variables"] = list(var_list)
+        self.built = True
 
-    @unconverted
+    @native.unconverted
     def scale_loss(self, loss: Tree) -> Tree:
         """Multiply a loss by the loss scale, in float32 or wider. Keras calls it in `fit`.
 
@@ -119,7 +129,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         mark = self._losses.scale(ops.copy(state.loss_scale) if BACKEND == "torch" else state.loss_scale, by_keras)
         if mark is not None:
             for leaf in adapters.tree.leaves(scaled):
-                if leaf is not None and not (BACKEND == "jax" and is_traced([leaf])):  # tracers take no attributes
+                if leaf is not None and not returns_gradients(leaf):  # tracers take no attributes
                     leaf._loss_scaling = mark
         return scaled
 
@@ -127,7 +137,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if any(self._losses.mark_of(leaf) is not None for leaf in adapters.tree.leaves(loss)):
             raise CallOrderError("this loss is scaled already; scale it once a step, or leave it to minimize")
 
-    @unconverted
+    @native.unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Any = None, *, loss: Any = None) -> None:
         """Apply gradients of a scaled loss, or skip the step and change nothing but the state of the policy.
 
@@ -149,11 +159,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if is_compiling():  # torch.compile would break its graph where the record is read
             self._take(list(grads), variables, self._state.read(1).loss_scale)
             return
-        found = self._losses.look_up(variables, True, None if loss is None else self._named(loss))
-        if not found.is_scaled:
-            self._warn_of_unscaled_loss()
-        self._take(list(grads), variables, found.loss_scale)
-        self._losses.apply(variables, found)
+        self._check_loss()
+        self._take(list(grads), variables, self._losses.last() if loss is None else self._named(loss).loss_scale)
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
+        """Call `apply`, and return the count of applied steps.
+
+        Args:
+            grads_and_vars: The (gradient, variable) pairs of a scaled loss.
+        """
+        self.apply(*zip(*grads_and_vars, strict=True))
+        return self.inner_optimizer.iterations
 
     def _named(self, loss: Any) -> ScaledLoss:
         """Return the mark of a scaled loss that the caller names."""
@@ -165,43 +181,59 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         return mark
 
-    def _warn_of_unscaled_loss(self) -> None:
-        """Warn once of a step with a loss that was not scaled."""
-        if not self._losses.has_warned and core.BaseScaling.of(self.policy).scales_losses:
-            self._losses.has_warned = True
-            adapters.warn_caller(
+    def _check_loss(self) -> None:
+        """Warn of a step with a loss that was not scaled, or with gradients that may be divided already."""
+        if not self._losses.is_scaled:
+            self._warn_once(
                 "scale_loss was not called before this step, which divides the gradients by the loss scale all the "
                 "same; differentiate optimizer.scale_loss(loss)"
             )
+        self._warn_if_divided(takes_scaled=True)
+
+    def _warn_if_divided(self, takes_scaled: bool) -> None:
+        if self._losses.may_be_divided(takes_scaled):
+            self._warn_once(
+                "the loss scale was read between scale_loss and apply, which divides the gradients by it; pass them as "
+                "they are, and if you read the scale for a log, read it after apply"
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if not self._losses.has_warned and core.BaseScaling.of(self.policy).scales_losses:
+            self._losses.has_warned = True
+            adapters.warn_caller(message)
 
     def _take(self, grads: list[Any], variables: list[Any], loss_scale: Any, is_summed: bool = False) -> None:
         """Take a step with gradients of a loss times `loss_scale`, if it is not None, or skip it."""
         self._require_pairs(grads, variables)
-        replicas.require_replica()
-        is_eager = not is_traced(grads)
-        if not is_eager and BACKEND == "jax":
+        native.require_replica()
+        place = place_of(grads)
+        if place is TRACED and BACKEND == "jax":
             raise RuntimeError("apply reads a flag, which has no value under jax.jit; call stateless_apply there")
         if not self.built:
             self._once(lambda: self._build_for(variables))
-        grads = grads if is_summed else replicas.summed(grads)
-        cond = _cond if is_eager else ops.cond
-        on_host = is_eager and BACKEND == "tensorflow"  # where an operation takes longer than the whole update
-        checked, divisor = self._check(grads, variables, loss_scale, cond, on_host and not replicas.merges())
+        grads = grads if is_summed else native.sum_over_replicas(grads)
+        merges, max_norm = native.merges_replicas(), self._clips_to()
+        checks_in = EAGER if place is HOST and merges else place  # what is merged are arrays
+        checked, divisor = self._check(grads, variables, loss_scale, max_norm, checks_in)
 
         def step(checked: Checked, apply: Callable[[], None]) -> None:
-            with _one_at_a_time if on_host else nullcontext():
-                applies, before, after = self._decide(checked, on_host)
-                cond(applies, apply, lambda: None)
-                self._assign(after, before if on_host else States(None, None))
-            if on_host:
+            with place.lock(self):
+                applies, before, after = self._decide(checked, place)
+                place.cond(applies, apply, lambda: None)
+                self._assign(after, before, place)
+            if place is HOST:
                 self._check_and_log(after)
 
         def update(*grads: Any) -> None:
-            summed = grads if self._max_norm is None else [None if grad is None else dense(grad) for grad in grads]
+            summed = grads if max_norm is None else [None if grad is None else dense(grad) for grad in grads]
             self._apply_inner(unscaled(list(summed), variables, divisor), variables)
 
-        replicas.together(step, replicas.agreed(checked), update, grads)
-        if is_eager and not on_host and self._has_limits():
+        checked = native.agree(checked)
+        if merges:
+            native.merge(step, checked, update, grads)
+        else:
+            step(checked, lambda: update(*grads))
+        if place is EAGER and self._has_limits():
             self.check_limits()
 
     @staticmethod
@@ -214,32 +246,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # What the optimizers of tf_keras do in another way; `lossscale_tf` replaces these methods.
     @staticmethod
-    def _clipnorm_of(inner: Any, own: float | None) -> float | None:
-        """Return the norm that the wrapper clips to, instead of the inner optimizer.
-
-        Raise an error for an inner optimizer that it cannot wrap.
-        """
+    def _require_optimizer(inner: Any) -> None:
         if not isinstance(inner, keras.optimizers.Optimizer):
             raise TypeError(
                 f"inner_optimizer={describe(inner)} is not a Keras optimizer; pass one, such as keras.optimizers.Adam()"
             )
         if isinstance(inner, keras.optimizers.LossScaleOptimizer):
             raise TypeError(f"inner_optimizer is a {type(inner).__name__}, which scales the loss already; wrap it once")
-        if own is not None:
-            adapters.check_setting("global_clipnorm", own)
-            if inner.global_clipnorm is not None or inner.gradient_accumulation_steps:
-                raise ValueError(
-                    f"global_clipnorm={own!r}, and the inner optimizer has global_clipnorm={inner.global_clipnorm!r} "
-                    f"and gradient_accumulation_steps={inner.gradient_accumulation_steps!r}; set global_clipnorm on "
-                    "the inner optimizer alone, which clips the mean of the micro-batches if it accumulates"
-                )
-            return float(own)
-        if inner.gradient_accumulation_steps:
-            return None
-        own, inner.global_clipnorm = inner.global_clipnorm, None
-        return own
+        if inner.loss_scale_factor is not None:
+            raise ValueError(
+                f"inner_optimizer has loss_scale_factor={inner.loss_scale_factor!r}, which divides its gradients "
+                "again; make it without, and give this scale to the wrapper as its policy"
+            )
 
-    _once = staticmethod(replicas.once)
+    _once = staticmethod(native.call_once)
     _is_overwritten = staticmethod(is_overwritten)
 
     def _build_for(self, variables: list[Any]) -> None:
@@ -250,7 +270,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.build(variables)
 
     def _apply_inner(self, grads: list[Any], variables: list[Any]) -> None:
-        replicas.apply_summed(self.inner_optimizer, grads, variables)
+        self._call_inner(self.inner_optimizer.apply, grads, variables)
+
+    def _call_inner(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the inner optimizer with gradients that are clipped to its norm and summed already."""
+        # `apply` has no argument for this. Eagerly the sum takes a tenth of a step, also on one replica:
+        # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/tensorflow/optimizer.py
+        methods = {"_all_reduce_sum_gradients": list} if BACKEND == "tensorflow" else {}
+        if self._max_norm is None and self._clips_to() is not None:
+            methods["_clip_gradients"] = list
+        attributes = vars(self.inner_optimizer)  # without automatic tracking
+        attributes.update(methods)
+        try:
+            return function(*args)
+        finally:
+            for name in methods:
+                attributes.pop(name, None)  # another replica may have been faster
 
     def stateless_apply(
         self, optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]
@@ -272,93 +307,130 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             raise ValueError("the optimizer has no variables yet; call optimizer.build(model.trainable_variables)")
         self._require_pairs(grads, self._trainable_variables)
-        if not self._losses.were_scaled():
-            self._warn_of_unscaled_loss()
-        cond = ops.cond if is_traced([*grads, *optimizer_variables]) else _cond
-        if cond is ops.cond:
+        self._check_loss()
+        place = TRACED if is_traced([*grads, *optimizer_variables]) else EAGER
+        if place is TRACED:
             self._losses.apply_traced()
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)
         with keras.StatelessScope(state_mapping=list(mapping)) as scope:
-            checked, divisor = self._check(grads, self._trainable_variables, self._state.read(1).loss_scale, cond)
-            applies, _, after = self._decide(checked)
-            self._assign(after)
+            loss_scale, max_norm = self._state.read(1).loss_scale, self._clips_to()
+            checked, divisor = self._check(grads, self._trainable_variables, loss_scale, max_norm, place)
+            applies, *states = self._decide(checked, place)
+            self._assign(states[1], states[0], place)
         state = [scope.get_current_value(variable) for variable in self._variables]
         before = list(trainable_variables), list(optimizer_variables[own:])
 
         def step() -> tuple[list[Any], list[Any]]:
             divided = unscaled(grads, self._trainable_variables, divisor)
-            return self.inner_optimizer.stateless_apply(before[1], divided, before[0])
+            return self._call_inner(self.inner_optimizer.stateless_apply, before[1], divided, before[0])
 
-        new_trainable_variables, inner_variables = cond(applies, step, lambda: before)
+        new_trainable_variables, inner_variables = place.cond(applies, step, lambda: before)
         return new_trainable_variables, state + inner_variables
 
     def _check(
-        self, grads: list[Any], variables: list[Any], loss_scale: Any, cond: Callable[..., Any], on_host: bool = False
+        self, grads: list[Any], variables: list[Any], loss_scale: Any, max_norm: float | None, place: Traced
     ) -> tuple[Checked, Any]:
         """Return the result of the check, and the divisor that unscales and clips; None where nothing is divided."""
-        with_norm = self.guard is not None or self._max_norm is not None
-        checked = check(grads, variables, loss_scale, with_norm, cond, on_host)
-        if self._max_norm is None or (on_host and float(checked.norm) <= self._max_norm):
+        checked = check(grads, variables, loss_scale, self.guard is not None or max_norm is not None, place)
+        if max_norm is None or (place is HOST and float(checked.norm) <= max_norm):
             return checked, loss_scale
-        norm = ops.convert_to_tensor(checked.norm) if on_host else checked.norm
-        checked = checked._replace(norm=norm)
-        clip = adapters.clip_divisor(norm, self._max_norm, xp=xp)
-        return checked, clip if loss_scale is None else clip * ops.cast(loss_scale, clip.dtype)
+        norm = ops.convert_to_tensor(checked.norm) if place is HOST else checked.norm
+        clip = adapters.clip_divisor(norm, max_norm, xp=xp)
+        return checked._replace(norm=norm), clip if loss_scale is None else clip * ops.cast(loss_scale, clip.dtype)
 
-    def _decide(self, checked: Checked, on_host: bool = False) -> tuple[Any, States, States]:
+    def _decide(self, checked: Checked, place: Traced) -> tuple[Any, States, States]:
         """Record the step; return whether it is applied, and the states before and after it."""
-        before, norm = self._read(on_host), checked.norm
-        if "float64" in str(getattr(norm, "dtype", "")):
-            norm = ops.cast(norm, "float32")
-        finite = bool(checked.known) if on_host else checked.finite
-        norm, xp_, where = (float(norm), None, _where) if on_host else (norm, xp, xp.where)
-        applies, *after = adapters.decide(self.policy, self.guard, *before, finite, norm, xp=xp_)
-        outcome = where(applies, 1, where(finite, 3, 2))
-        last = LastStep(outcome, before.scale.loss_scale, norm)
+        before, (finite, norm) = self._read(place), place.decision(*checked)
+        applies, *after = adapters.decide(self.policy, self.guard, *before, finite, norm, xp=place.xp)
+        outcome = place.where(applies, 1, place.where(finite, 3, 2))
         # Not in `_assign`: TorchInductor 2.13 would record the new scale, if it wrote both in one graph.
-        self._last.assign(last, self._last.read_on_host() if on_host else None)
+        place.assign(self._last, LastStep(outcome, before.scale.loss_scale, norm))
         applies = checked.known if self.guard is None else applies  # perhaps known without another read
         return applies, before, States(*after)
 
-    def _read(self, on_host: bool) -> States:
-        """Return the states as host scalars or as arrays."""
-        read = Stored.read_on_host if on_host else Stored.read
-        return States(read(self._state), None if self._guard_state is None else read(self._guard_state))
+    def _read(self, place: Traced = HOST) -> States:
+        """Return the states, by default as host scalars."""
+        return States(place.read(self._state), place.read(self._guard_state))
 
-    def _assign(self, states: States, before: States = States(None, None)) -> None:  # noqa: B008
-        self._state.assign(states.scale, before.scale)
-        if self._guard_state is not None:
-            self._guard_state.assign(states.guard, before.guard)
+    def _assign(self, states: States, before: States, place: Traced) -> None:
+        place.assign(self._state, states.scale, before.scale)
+        place.assign(self._guard_state, states.guard, before.guard)
+
+    def _clips_to(self) -> float | None:
+        """Return the norm that this wrapper clips to: its own, or that of a Keras 3 optimizer for whole steps."""
+        inner = self.inner_optimizer
+        if self._max_norm is not None or not isinstance(inner, keras.optimizers.Optimizer):
+            return self._max_norm
+        return None if inner.gradient_accumulation_steps or inner.clipnorm else inner.global_clipnorm
 
     @property
     def global_clipnorm(self) -> float | None:
-        """The norm to clip unscaled gradients to; a step that is traced already keeps the one before."""
-        return self._max_norm
+        """The norm to clip unscaled gradients to, also the inner optimizer's; a traced step keeps the one before."""
+        inner = vars(self).get("inner_optimizer")
+        return getattr(inner, "global_clipnorm", None) if self._max_norm is None else self._max_norm
 
     @global_clipnorm.setter
     def global_clipnorm(self, norm: float | None) -> None:
-        self._max_norm = None if norm is None else self._clipnorm_of(self.inner_optimizer, norm)
+        inner: Any = vars(self).get("inner_optimizer")  # Keras's constructor sets its default before
+        if norm is not None:
+            adapters.check_setting("global_clipnorm", norm)
+        if _clips(inner):
+            inner.global_clipnorm = norm
+        else:
+            self._max_norm = norm
+
+    clipnorm, clipvalue, weight_decay = (forwarded(name, None) for name in ("clipnorm", "clipvalue", "weight_decay"))
+    use_ema, ema_momentum = forwarded("use_ema", False), forwarded("ema_momentum", None)
+    ema_overwrite_frequency = forwarded("ema_overwrite_frequency", None)
+    gradient_accumulation_steps = forwarded("gradient_accumulation_steps", None)
+    add_variable, add_optimizer_variables = forwarded("add_variable"), forwarded("add_optimizer_variables")
+    add_variable_from_reference = forwarded("add_variable_from_reference")
+    assign, assign_add, assign_sub = forwarded("assign"), forwarded("assign_add"), forwarded("assign_sub")
+    exclude_from_weight_decay, update_step = forwarded("exclude_from_weight_decay"), forwarded("update_step")
+
+    @property
+    def loss_scale_factor(self) -> None:
+        """None: the policy scales the loss."""
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float | None) -> None:
+        if factor is not None:
+            raise AttributeError(
+                f"loss_scale_factor={factor!r} cannot be set, since the policy scales the loss; make the optimizer "
+                "with another policy"
+            )
 
     @property
     def loss_scale(self) -> Any:
         """The current loss scale: float32, of shape `()`."""
-        return ops.copy(self.dynamic_scale)
+        self._losses.read_scale()
+        return ops.copy(self._state.variables[0])
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: float) -> None:
+        raise AttributeError(
+            f"loss_scale={describe(loss_scale)} cannot be set, since the policy changes the scale; make the optimizer "
+            "with another policy, or pass load_state_dict a state_dict() with another loss_scale"
+        )
 
     @property
     def dynamic_scale(self) -> Any:
         """The variable that holds the loss scale; the name in Keras's wrapper."""
+        self._losses.is_read = True
         return self._state.variables[0]
 
     @property
     def scale_state(self) -> core.ScaleState:
         """The policy's state, as arrays of shape `()`."""
+        self._losses.is_read = True
         return self._state.copy()
 
     @property
     def guard_state(self) -> core.GuardState | None:
         """The spike guard's state, as arrays of shape `()`; None without a guard."""
-        return None if self._guard_state is None else self._guard_state.copy()
+        return None if self.guard is None else self._guard_state.copy()
 
     @property
     def last_step(self) -> core.StepInfo:
@@ -367,7 +439,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Does not synchronise with the host. In a traced `train_step` it is the step that is traced. In a callback for
         batches on JAX, call `model.jax_state_sync()` first.
         """
-        last, state = self._last.copy(), self.scale_state
+        last, state = self._last.copy(), self._state.copy()
         applied, overflowed, spiked = (last.outcome == code for code in (1, 2, 3))
         return core.StepInfo(applied, last.loss_scale, state.loss_scale, state.overflow_streak, overflowed, spiked)
 
@@ -377,15 +449,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Returns:
             Arrays of shape `()`: those of `lossscale_core.metrics`.
         """
-        return core.metrics(self.scale_state, guard=self.guard_state)
+        return core.metrics(self._state.copy(), guard=self.guard_state)
 
     def diagnose(self) -> str:
         """Describe the condition of loss scaling in one or two sentences; see `lossscale_core.diagnose`.
 
         Synchronises with the host.
         """
-        states = self._read(on_host=True)
-        return self._watch.diagnose(self.policy, states.scale, guard=states.guard)
+        states = self._read()
+        return self._watch.diagnose(self.policy, states.scale, guard=states.guard or None)
 
     def check_limits(self) -> None:
         """Log events and raise the errors of limits that are reached. Synchronises with the host.
@@ -396,11 +468,23 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             OverflowStreakError: The policy's `max_overflow_streak` or the guard's `max_streak` is reached.
         """
-        self._check_and_log(self._read(on_host=True))
+        self._check_and_log(self._read())
 
     def _check_and_log(self, states: States) -> None:
         core.check_limits(self.policy, states.scale, guard=self.guard, guard_state=states.guard)
         self._watch.log(self.policy, states.scale)
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Set the values of `variables`.
+
+        Args:
+            weights: An array for each variable, in their order and shapes.
+
+        Raises:
+            ValueError: There are more or fewer arrays than variables, or a shape differs.
+        """
+        for variable, value in zip(self.variables, weights, strict=True):
+            variable.assign(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states and the policy as plain numbers, which other frameworks can restore.
@@ -408,7 +492,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Keras's files keep the state without this method. Synchronises with the host.
         """
         states = self._read_and_log()
-        return core.state_to_dict(states.scale, self.policy, guard=states.guard)
+        return core.state_to_dict(states.scale, self.policy, guard=states.guard or None)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved state, with the policy and the guard of this optimizer.
@@ -423,7 +507,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
         """
         state = core.state_from_dict(saved, self.policy)
-        self._assign(States(state, None if self.guard is None else adapters.guard_state_from_dict(saved)))
+        self._state.assign(state)
+        self._guard_state.assign(NoState() if self.guard is None else adapters.guard_state_from_dict(saved))
         if self.guard is None and saved.get("guard"):
             adapters.warn_caller("the saved guard is dropped; pass guard=SpikeGuard()", CheckpointWarning)
         self._last.assign(LastStep())
@@ -498,7 +583,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _read_and_log(self) -> States:
         """Return the states as host scalars, and log the events of the scale."""
-        states = self._read(on_host=True)
+        states = self._read()
         self._watch.log(self.policy, states.scale)
         return states
 
@@ -513,18 +598,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{hint}")
 
 
-def _where(flag: bool, yes: Any, no: Any) -> Any:
-    return yes if flag else no
-
-
-def _cond(flag: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-    """Call one of two functions, which may assign variables.
-
-    Eagerly, `ops.cond` would make JAX compile both functions at every step, and `torch.compile` start over.
-    """
-    return yes() if bool(flag) else no()
-
-
 def _for_every_backend(config: Any) -> Any:
     """Return a config with the public names of optimizers, where it has those of torch's own classes."""
     if isinstance(config, list):
@@ -536,8 +609,6 @@ def _for_every_backend(config: Any) -> Any:
     return {**{name: _for_every_backend(each) for name, each in config.items()}, **public}
 
 
-_one_at_a_time = threading.Lock()
-"""Held while a thread reads the state, updates it on the host, and sets it."""
 _wrapped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -550,3 +621,23 @@ def _require_single_wrapper(wrapper: Any, inner: Any) -> None:
             f"single LossScaleOptimizer; make another {type(inner).__name__}, such as by its from_config(get_config())"
         )
     _wrapped[inner] = weakref.ref(wrapper)
+
+
+def _clips(inner: Any) -> bool:
+    """Return whether an inner optimizer clips by the norm of all gradients, or must do so since it accumulates."""
+    has_norm = getattr(inner, "global_clipnorm", None) is not None
+    return has_norm or bool(getattr(inner, "gradient_accumulation_steps", None))
+
+
+def _require_single_clip(inner: Any, norm: float | None) -> None:
+    """Raise an error for a norm that is not valid, or that the inner optimizer must have, or has."""
+    if norm is None:
+        return
+    adapters.check_setting("global_clipnorm", norm)
+    if _clips(inner):
+        of_inner, steps = (getattr(inner, name, None) for name in ("global_clipnorm", "gradient_accumulation_steps"))
+        raise ValueError(
+            f"global_clipnorm={norm!r}, and the inner optimizer has global_clipnorm={of_inner!r} and "
+            f"gradient_accumulation_steps={steps!r}; set global_clipnorm on the inner optimizer alone, which clips the "
+            "mean of the micro-batches if it accumulates"
+        )

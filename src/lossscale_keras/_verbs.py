@@ -68,7 +68,7 @@ def all_finite(grads: Any) -> Any:
     Raises:
         TypeError: A leaf is neither an array nor a number nor None.
     """
-    flags = [ops.all(ops.isfinite(dense(leaf))) for leaf in tree.leaves(grads) if is_gradient(leaf)]
+    flags = [ops.all(ops.isfinite(part)) for leaf in tree.leaves(grads) if is_gradient(leaf) for part in parts(leaf)]
     if len(flags) > 1:
         return ops.all(ops.stack(flags))
     return flags[0] if flags else ops.convert_to_tensor(True)
@@ -137,3 +137,9 @@ def dense(leaf: Any) -> Any:
     """Return TensorFlow's `IndexedSlices` with duplicates summed, float8 in float32, and other arrays as they are."""
     array = ops.convert_to_tensor(without_duplicates(leaf))
     return lifted(array) if "float8" in str(array.dtype) else array
+
+
+def parts(leaf: Any) -> tuple[Any, ...]:
+    """Return a dense array, or the real and the imaginary part of a complex one."""
+    array = dense(leaf)
+    return (ops.real(array), ops.imag(array)) if "complex" in str(array.dtype) else (array,)

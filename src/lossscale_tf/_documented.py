@@ -144,29 +144,36 @@ def _count(argument: str, value: Any, rounded: Callable[[float], int]) -> int:
     return rounded(min(max(number, 1), _LARGEST_COUNT))
 
 
-def policy_of(loss_scale: Any) -> ScalingPolicy:
-    """Return the policy that `as_policy` makes; of "dynamic", that of the documents, which begins at 2**15."""
-    return DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else as_policy(loss_scale)
-
-
-def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any) -> ScalingPolicy:
-    """Return the policy that the arguments of `tf.keras.mixed_precision.LossScaleOptimizer` describe."""
-    if dynamic is not None and not isinstance(dynamic, bool):
+def documented_policy(
+    policy: Any, loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any
+) -> ScalingPolicy:
+    """Return the policy of the wrapper's arguments: `policy`, or the one that the documents' arguments describe."""
+    require_policy_or_number(loss_scale if policy is None else policy)
+    arguments = {"dynamic": dynamic, "initial_scale": initial_scale, "dynamic_growth_steps": growth_steps}
+    settings = {name: value for name, value in arguments.items() if value is not None}
+    if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
+        settings["loss_scale"] = loss_scale
+    if policy is not None:
+        if settings:
+            names = ", ".join(f"{name}={describe(value)}" for name, value in settings.items())
+            raise ValueError(
+                f"policy={describe(policy)} and {names} are both given; pass either policy= or the settings"
+            )
+        return as_policy(policy)
+    if not isinstance(dynamic, bool | None):
         raise TypeError(f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}')
-    if dynamic is not None and (isinstance(loss_scale, bool) or loss_scale != "dynamic"):
+    if dynamic is not None and "loss_scale" in settings:
         raise ValueError(
             f"loss_scale={describe(loss_scale)} and dynamic={dynamic} are both given; "
             "pass either loss_scale= or dynamic="
         )
     if isinstance(loss_scale, bool):
-        loss_scale, dynamic = "dynamic", loss_scale
-    if dynamic is None or dynamic:
-        if loss_scale != "dynamic":
-            if initial_scale is not None or growth_steps is not None:
-                raise ValueError(
-                    "initial_scale and dynamic_growth_steps go with dynamic scaling; set them in the policy"
-                )
-            return as_policy(loss_scale)
+        dynamic = loss_scale
+    elif "loss_scale" in settings:
+        if len(settings) > 1:
+            raise ValueError("initial_scale and dynamic_growth_steps go with dynamic scaling; set them in the policy")
+        return as_policy(loss_scale)
+    if dynamic is not False:
         return DynamicScaling(
             init_scale=2.0**15 if initial_scale is None else _scale("initial_scale", initial_scale),
             growth_interval=2000 if growth_steps is None else _count("dynamic_growth_steps", growth_steps, math.floor),
@@ -177,6 +184,24 @@ def documented_policy(loss_scale: Any, dynamic: bool | None, initial_scale: Any,
     if growth_steps is not None:
         raise ValueError(f'"dynamic_growth_steps" must be None if "dynamic" is False, but got: {growth_steps}')
     return FixedScaling(_checked("initial_scale", initial_scale, "init_scale"))
+
+
+_BASE_ARGUMENTS = {
+    **dict.fromkeys(["weight_decay", "clipnorm", "clipvalue", "ema_overwrite_frequency", "loss_scale_factor"]),
+    **{"gradient_accumulation_steps": None, "use_ema": False, "ema_momentum": 0.99},
+}
+"""Arguments of every Keras optimizer without an effect on a wrapper; Keras 3.0 to 3.11 save them with these values."""
+
+
+def require_no_base_arguments(arguments: dict[str, Any]) -> None:
+    """Raise `ValueError`, in Keras's words, for arguments that belong on the inner optimizer, and for unknown ones."""
+    if unknown := [name for name in arguments if name not in _BASE_ARGUMENTS]:
+        raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`")
+    for name, value in arguments.items():
+        if value != _BASE_ARGUMENTS[name]:
+            raise ValueError(
+                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`."
+            )
 
 
 def scales_already(optimizer: Any) -> bool:

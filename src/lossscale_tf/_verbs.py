@@ -7,12 +7,11 @@ import tensorflow as tf
 
 from lossscale_core import ScaleState
 from lossscale_core.adapters import loss_scale_of, require_flag
+from lossscale_keras.tensorflow import all_replicas, sum_of_squares
 
 Tree = TypeVar("Tree")
 """A tensor, or a nested structure of tensors."""
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
-unconverted = tf.autograph.experimental.do_not_convert
-"""A decorator that keeps AutoGraph from converting a function: the conversion takes seconds and is not needed."""
 WIDE = frozenset({tf.float32, tf.float64, tf.complex64, tf.complex128})
 """The dtypes that can hold a loss scale."""
 
@@ -157,28 +156,6 @@ def as_tensor(leaf: Any) -> Gradient:
     return leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf)
 
 
-def all_replicas(flag: tf.Tensor) -> tf.Tensor:
-    """Return whether `flag` is true on every replica."""
-    context = tf.distribute.get_replica_context()
-    if context is None:
-        raise RuntimeError("flags are combined in a replica context; call this inside strategy.run")
-    if context.num_replicas_in_sync == 1:
-        return flag
-    # The only reductions are SUM and MEAN, which are not defined for bools.
-    bad = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(~flag, tf.float32))
-    return tf.equal(bad, 0.0)
-
-
-def _sum_of_squares(leaves: list[Gradient]) -> tf.Tensor:
-    """Return the sum of the squared magnitudes of leaves in `WIDE`: float32, or float64 if one of them is."""
-    values = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in leaves]
-    # One kernel squares and sums; `reduce_sum(square(x))` would write all squares to memory and read them again.
-    halves = [tf.nn.l2_loss(part) for tensor in values for part in _real_parts(tensor)]
-    if len({half.dtype for half in halves}) > 1:
-        halves = [tf.cast(half, tf.float64) for half in halves]
-    return 2.0 * tf.add_n(halves)
-
-
 def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = None) -> tf.Tensor:
     """Return whether all leaves are finite before and after unscaling in float32 or wider.
 
@@ -189,7 +166,9 @@ def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = 
     halves = [leaf for leaf in leaves if leaf.dtype not in WIDE]
     wide = [leaf for leaf in leaves if leaf.dtype in WIDE]
     finite = _elements_finite(halves)
-    proof = finite & tf.math.is_finite(_sum_of_squares(wide)) if wide else finite
+    values = [leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf for leaf in wide]
+    squares = sum_of_squares(part for tensor in values for part in _real_parts(tensor))
+    proof = finite & tf.math.is_finite(squares) if wide else finite
     if loss_scale is None:
         return _unless(proof, lambda: finite & _elements_finite(wide)) if wide else finite
     # With a scale below 1, unscaling may make gradients infinite.

@@ -3,6 +3,8 @@
 The scale grows after each step, so that gradients divided by a scale of another step would be found by a factor of two.
 """
 
+from contextlib import nullcontext
+
 import keras
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from tests.adapters.keras_loops import BACKEND, EACH_WRAPPER, LossScaleOptimizer
 from tests.sweeping import few_examples
 
 GROWS = DynamicScaling(init_scale=0.25, min_scale=0.25, growth_interval=1)
-pytestmark = pytest.mark.filterwarnings("error:scale_loss")  # right loops are silent
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # right loops are silent
 
 
 class Two:
@@ -119,6 +121,25 @@ def test_a_loss_by_name_is_one_that_was_scaled_and_is_scaled_once(wrapper):
     with pytest.raises(CallOrderError, match="this loss is scaled already"):
         two.optimizer.scale_loss(loss)
     two.went(0.0)
+
+
+@EACH_WRAPPER
+@pytest.mark.parametrize("by", ["apply", "apply_gradients"])
+def test_a_loop_that_reads_the_scale_before_its_gradients_are_applied(wrapper, by):
+    """One warning, since `apply` divides them, too; none if the loop reads it at another time."""
+    two = Two(wrapper)
+    step = {
+        "apply": lambda grads: two.apply(grads, 0),
+        "apply_gradients": lambda grads: two.optimizer.apply_gradients(zip(grads, two.weights[:1], strict=True)),
+    }[by]
+    for _ in range(2):
+        step(two.scaled(float(two.optimizer.loss_scale))[0])
+        assert float(two.optimizer.loss_scale) > 0.0
+    for is_first in (True, False):
+        grads, _ = two.scaled(2.0)
+        scale = float(two.optimizer.loss_scale)
+        with pytest.warns(UserWarning, match="read it after apply") if is_first else nullcontext():
+            step([grads[0] / scale])
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")

@@ -10,10 +10,21 @@ import pytest
 from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import OverflowStreakError, PolicyError
 from lossscale_keras import LossScaleOptimizer, overflow_report
-from tests.adapters.keras_loops import BACKEND, WRAPPERS, apply, apply_scaled, assert_same, value_of, values_of
+from tests.adapters.keras_loops import (
+    BACKEND,
+    EACH_WRAPPER,
+    WRAPPERS,
+    apply,
+    apply_scaled,
+    assert_same,
+    value_of,
+    values_of,
+)
 
 INF, NAN = float("inf"), float("nan")
-pytestmark = pytest.mark.filterwarnings("ignore:scale_loss was not called")  # gradients are made up here
+pytestmark = [  # gradients are made up here
+    pytest.mark.filterwarnings("ignore:scale_loss was not called", "ignore:get_scaled_loss .*not called")
+]
 
 
 def _variables(*shapes, dtype="float32"):
@@ -84,6 +95,45 @@ WIDE = [("float64", 1e39), ("float64", 1e200)] if BACKEND != "jax" else []
 TOO_WIDE = [("float32", 8.0, 1e100)] if BACKEND != "jax" else []  # which has no float64 unless it is switched on
 
 
+@EACH_WRAPPER
+def test_the_inner_optimizer_keeps_what_it_was_given(wrapper):
+    """After wrapped steps it has the same config, and clips where it is used alone."""
+    for clip in ("clipnorm", "clipvalue", "global_clipnorm"):
+        inner, (variable,) = keras.optimizers.SGD(1.0, weight_decay=0.0, **{clip: 1.0}), _variables((1,))
+        before = inner.get_config()
+        for optimizer, grad in ((wrapper(inner, 8.0), 80.0), (inner, 10.0)):
+            optimizer.apply([keras.ops.full((1,), grad)], [variable])
+            assert inner.get_config() == before
+        assert value_of(variable)[0] == -1.5
+    (variable,) = _variables((1,))
+    wrapper(keras.optimizers.SGD(1.0, clipvalue=0.25), 8.0, global_clipnorm=1.0).apply(
+        [keras.ops.ones(1) * 80.0], [variable]
+    )
+    assert value_of(variable)[0] == 0.25
+
+
+@EACH_WRAPPER
+def test_every_public_name_of_keras_optimizer(wrapper):
+    """None is inherited from Keras's base class, where it would act on the wrapper alone."""
+    settings = {"weight_decay": 0.5, "clipnorm": 0.5, "clipvalue": 0.5, "use_ema": True, "ema_momentum": 0.5}
+    settings |= {"ema_overwrite_frequency": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.5}
+    inner = keras.optimizers.SGD(0.1)
+    optimizer = wrapper(inner)
+    for name in dir(keras.optimizers.Optimizer(0.1)):
+        owner = next((each for each in type(optimizer).__mro__ if name in vars(each)), None)
+        assert name.startswith("_") or owner is None or owner.__name__ == "LossScaleOptimizer", name
+    for name, value in settings.items():
+        setattr(optimizer, name, value)
+        assert value_of(getattr(inner, name)) == value_of(getattr(optimizer, name)) == value
+    for name in ("add_variable", "assign_add", "update_step", "exclude_from_weight_decay"):
+        assert getattr(optimizer, name) == getattr(inner, name)
+    with pytest.raises(AttributeError, match=r"loss_scale_factor=8\.0 cannot be set, .* another policy"):
+        optimizer.loss_scale_factor = 8.0
+    optimizer, variables = wrapper(keras.optimizers.SGD(0.5), 8.0), _variables()
+    assert int(optimizer.apply_gradients([(keras.ops.ones(3), variables[0])])) == 1
+    optimizer.set_weights([value_of(each) for each in getattr(optimizer, "weights", optimizer.variables)])
+
+
 @pytest.mark.parametrize("is_inner", [False, True])
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 3.0), ("float32", 1e30), ("float32", 1e-3), *WIDE])
 def test_clipping_is_that_of_two_passes(is_inner, dtype, size):
@@ -94,10 +144,20 @@ def test_clipping_is_that_of_two_passes(is_inner, dtype, size):
     inner = keras.optimizers.SGD(1.0, global_clipnorm=2.0 if is_inner else None)
     scale = 2.0**10 if size == 1e30 else 2.0**16
     optimizer = LossScaleOptimizer(inner, scale, global_clipnorm=None if is_inner else 2.0, guard=SpikeGuard())
-    assert (inner.global_clipnorm, optimizer.global_clipnorm) == (None, 2.0)
+    assert (inner.global_clipnorm, optimizer.global_clipnorm) == (2.0 if is_inner else None, 2.0)
     apply(optimizer, variables, [grad * np.array(scale, dtype) for grad in grads])
     for variable, grad in zip(variables, grads, strict=True):
         np.testing.assert_allclose(0.5 - value_of(variable), grad * min(1.0, 2.0 / norm), rtol=1e-5, atol=1e-7)
+
+
+def test_the_parts_of_complex_gradients():
+    """Both parts count in the check, in the norm and in the clip."""
+    for grad, after in ((1j * INF, 0.0), (NAN, 0.0), (6.0 + 8.0j, -0.6 - 0.8j)):
+        variable = keras.Variable(np.zeros(1, "complex64"), dtype="complex64")
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0, global_clipnorm=1.0)
+        with np.errstate(invalid="ignore"):
+            apply(optimizer, [variable], [np.array([grad], "complex64")])
+        np.testing.assert_allclose(value_of(variable), after, rtol=1e-6)
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX has no float64 unless it is switched on")
@@ -240,6 +300,7 @@ def test_bad_arguments_are_named():
          lambda: LossScaleOptimizer(sgd(global_clipnorm=1.0), global_clipnorm=2.0)),
         (ValueError, "gradient_accumulation_steps=2",
          lambda: LossScaleOptimizer(sgd(gradient_accumulation_steps=2), global_clipnorm=2.0)),
+        (ValueError, "loss_scale_factor=8.0, .* as its policy", lambda: LossScaleOptimizer(sgd(loss_scale_factor=8.0))),
         (PolicyError, "global_clipnorm=-1", lambda: LossScaleOptimizer(sgd(), global_clipnorm=-1)),
         (PolicyError, "guard=8.0", lambda: LossScaleOptimizer(sgd(), guard=8.0)),
         (PolicyError, "'dynamo'", lambda: LossScaleOptimizer(sgd(), "dynamo")),
@@ -301,17 +362,13 @@ def test_apply_under_jit_names_the_method_to_take():
 
 @pytest.mark.filterwarnings("error:scale_loss was not called", "error:get_scaled_loss not called")
 def test_a_step_whose_loss_was_not_scaled():
-    """It is warned of once: before the first loss is scaled, and in an eager loop that forgets it later."""
-    for has_begun in (False, True):
-        optimizer, (variable,) = LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0), _variables()
-        optimizer.build([variable])
-        if has_begun:
-            optimizer.scale_loss(keras.ops.ones(()))
-            optimizer.apply([keras.ops.ones(3)])
-        with pytest.warns(UserWarning, match=r"differentiate optimizer\.scale_loss\(loss\)") as caught:
-            optimizer.apply([keras.ops.ones(3)])
-        assert [each.filename for each in caught] == [__file__]
+    """One warning says so, at the first step."""
+    optimizer, (variable,) = LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0), _variables()
+    optimizer.build([variable])
+    with pytest.warns(UserWarning, match=r"differentiate optimizer\.scale_loss\(loss\)") as caught:
         optimizer.apply([keras.ops.ones(3)])
+    assert [each.filename for each in caught] == [__file__]
+    optimizer.apply([keras.ops.ones(3)])
     with pytest.warns(UserWarning, match="scale_loss was not called"):
         apply(LossScaleOptimizer(keras.optimizers.SGD(0.1)), _variables(), [np.ones(3, np.float32)])
     for wrapper in WRAPPERS:  # there is nothing to warn of

@@ -4,6 +4,7 @@ from tests.adapters.tensorflow_devices import EACH_MODE  # noqa: I001
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -82,7 +83,7 @@ def test_values_that_overwrite_a_variable_are_no_gradients():
 
 
 def test_a_hyperparameter_reaches_the_inner_optimizer():
-    """Set between eager steps; one that the inner optimizer has not is an error, one that nothing reads a warning."""
+    """Set between eager steps; one that the inner optimizer has not is an error."""
     variable = tf.Variable(0.0)
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, momentum=0.5), 8.0)
     for momentum, expected in ((0.5, -1.0), (0.0, -2.0)):
@@ -91,9 +92,6 @@ def test_a_hyperparameter_reaches_the_inner_optimizer():
         assert float(variable) == expected
     with pytest.raises(AttributeError, match="'SGD' object has no attribute 'beta_1'"):
         optimizer.beta_1 = 0.5
-    for name in ("clipnorm", "global_clipnorm", "weight_decay", "use_ema"):
-        with pytest.warns(UserWarning, match=f"{name} is set on the LossScaleOptimizer"):
-            setattr(optimizer, name, 0.5)
 
 
 @pytest.mark.parametrize("clip", ["clipnorm", "clipvalue", "global_clipnorm"])
@@ -107,21 +105,6 @@ def test_settings_of_the_inner_optimizer_can_be_read(clip):
     optimizer.minimize(lambda: tf.reduce_sum(variable), [variable])
     assert len(optimizer.variables) - len(inner.variables) == own
     assert {name: getattr(optimizer, name) for name in settings} == settings
-
-
-def test_hyperparameters_of_a_legacy_optimizer_of_ones_own():
-    """Are listed, read and set."""
-
-    class Own(tf_keras.optimizers.legacy.SGD):
-        def __init__(self):
-            super().__init__(0.1)
-            self._set_hyper("mine", 0.25)
-
-    optimizer = LossScaleOptimizer(Own(), POLICY)
-    assert "mine" in dir(optimizer)
-    assert float(optimizer.mine) == 0.25
-    optimizer.mine = 0.5
-    assert float(optimizer.inner_optimizer.mine) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -175,6 +158,49 @@ def test_eager_steps_of_two_threads(of_v1):
         thread.join()
     metrics = optimizer.metrics()
     assert (int(metrics["steps"]), int(metrics["skipped_steps"]), float(variable)) == (81, 0, -81.0)
+
+
+@pytest.mark.parametrize("of_v1", [False, True])
+def test_two_models_do_not_take_turns(of_v1):
+    """An eager step of one model is taken while that of another waits."""
+    wrapper, sgd = (
+        (v1.LossScaleOptimizer, tf1.train.GradientDescentOptimizer)
+        if of_v1
+        else (LossScaleOptimizer, keras.optimizers.SGD)
+    )
+    has_begun, is_done, variable = threading.Event(), threading.Event(), tf.Variable(0.0)
+
+    class Waits(sgd):
+        def apply_gradients(self, *args, **kwargs):
+            return self._wait(super().apply_gradients, *args, **kwargs)
+
+        def apply(self, *args, **kwargs):
+            return self._wait(super().apply, *args, **kwargs)
+
+        def _wait(self, step, *args, **kwargs):
+            has_begun.set()
+            assert is_done.wait(60.0)
+            return step(*args, **kwargs)
+
+    first, second = wrapper(Waits(1.0), loss_scale=8.0), wrapper(sgd(1.0), loss_scale=8.0)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(lambda: first.minimize(lambda: variable * 1.0, var_list=[variable]))
+        assert has_begun.wait(60.0)
+        second.minimize(lambda: variable * 1.0, var_list=[variable])
+        is_done.set()
+        waiting.result()
+    assert float(variable) == -2.0
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD])
+def test_a_parameter_server(make):
+    """A strategy in which an older optimizer cannot leave out its own sum."""
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0"])
+    with strategy.scope():
+        variable, optimizer = tf.Variable(0.0), LossScaleOptimizer(make(1.0), 8.0)
+        optimizer.build([variable])
+    strategy.run(lambda: optimizer.minimize(lambda: variable * 3.0, [variable]))
+    assert float(variable) == -3.0
 
 
 @EACH_MODE

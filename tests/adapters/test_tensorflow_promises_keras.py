@@ -42,8 +42,10 @@ def test_promises_048_049_050_051_058_075_076_082_083_the_constructor():
     assert LossScaleOptimizer(optimizer=inner, loss_scale=8.0).inner_optimizer is inner
     for number in (8, 8.0, np.float32(8), np.int64(8)):
         assert _wrapped(number).policy == FixedScaling(8.0)
-    for arguments in ({}, {"loss_scale": "dynamic"}, {"policy": "dynamic"}, {"dynamic": True}):
+    for arguments in ({}, {"loss_scale": "dynamic"}, {"dynamic": True}):
         assert _wrapped(**arguments).policy == DynamicScaling(init_scale=2.0**15, max_scale=2.0**126)
+    for shared in ("dynamic", {"kind": "dynamic"}):
+        assert _wrapped(policy=shared).policy == DynamicScaling()
     assert _wrapped(policy).policy is _wrapped(policy=policy).policy is policy
     for arguments, settings in (((), (True, 2.0**15, 2000)), ((True, 8.0, 3), (True, 8.0, 3))):
         optimizer = _wrapped(*arguments)
@@ -328,8 +330,8 @@ def test_promises_088_089_how_many_steps_are_skipped(limit, at_the_start):
 
     @tf.function(autograph=False)
     def step():
-        optimizer.scale_loss(tf.constant(0.0))
         grad = tf.where(optimizer.loss_scale > limit, INF, 1.0)
+        optimizer.scale_loss(tf.constant(0.0))
         optimizer.apply_gradients([(grad, variable)])
 
     skipped = []

@@ -60,11 +60,13 @@ TESTS = {
         *: guard bits programs other_tools around
     """,
     "lossscale_keras": """
-        _backend: steps last_loss adapters/tensorflow_last_loss adapters/tensorflow_fit
-        _step: steps last_loss saving adapters/tensorflow_fit adapters/tensorflow_promises_keras@promise_052
+        _backend _stored: steps last_loss adapters/tensorflow_last_loss adapters/tensorflow_fit
+        _step _places: steps last_loss saving adapters/tensorflow_fit adapters/tensorflow_promises_keras@promise_052
+        forwarding: steps adapters/tensorflow_promises_keras
+        tensorflow: adapters/tensorflow_last_loss adapters/tensorflow_fit adapters/tensorflow_verbs
+        tensorflow: adapters/tensorflow_promises_v1
         _optimizer: steps last_loss saving adapters/tensorflow_fit
         _losses: adapters/tensorflow_last_loss last_loss steps
-        _replicas: adapters/tensorflow_last_loss adapters/tensorflow_fit last_loss
         _report _verbs: steps conformance/backends@keras
         _logger: fit adapters/tensorflow_watch
         __init__: steps
@@ -79,8 +81,7 @@ TESTS = {
         *: watch conformance/backends@tensorflow
     """,
     "lossscale_tf.keras": """
-        _inner _slots _names: promises_keras keras
-        _arguments: mistakes promises_keras
+        _inner _slots: promises_keras keras
         _saving: keras promises_keras adapters/keras_saving
         _optimizer: keras promises_keras last_loss mistakes fit
         __init__: promises_keras

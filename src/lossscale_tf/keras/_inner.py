@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from lossscale_core.adapters import describe
+from lossscale_keras.tensorflow import is_distributed
 from lossscale_tf._documented import scales_already
 
 
@@ -89,9 +90,19 @@ def build(inner: Any, variables: Any) -> None:
 
 def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
     """Let an optimizer of tf_keras apply gradients that are summed over the replicas already."""
-    is_legacy = hasattr(inner, "_create_slots")
-    summed = {"experimental_aggregate_gradients": False} if is_legacy else {"skip_gradients_aggregation": True}
+    summed = {"skip_gradients_aggregation": True}
+    if hasattr(inner, "_create_slots"):  # a legacy optimizer, which refuses its argument with a parameter server
+        sums = is_distributed() or own_aggregator(inner) is not None
+        summed = {"experimental_aggregate_gradients": False} if sums else {}
     inner.apply_gradients(zip(grads, as_tensorflow(variables), strict=True), **summed)
+
+
+def set_iterations(inner: Any, value: Any) -> None:
+    """Set the count of applied steps."""
+    # Keras 3 counts micro-batches in it, and divides by their number in a step when it is read:
+    # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
+    counter = inner._iterations if is_keras_3(inner) else inner.iterations
+    counter.assign(value * (getattr(inner, "gradient_accumulation_steps", None) or 1))
 
 
 def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | None:

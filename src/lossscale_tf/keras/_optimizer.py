@@ -2,22 +2,29 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any, Self, cast
 
 import keras
 import tensorflow as tf
 
 import lossscale_keras
-from lossscale_core import BaseScaling, ScaleState, SpikeGuard
-from lossscale_core.adapters import check_setting, describe, warn_caller
+from lossscale_core import BaseScaling, SpikeGuard
+from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_core.errors import CallOrderError
+from lossscale_keras.forwarding import forwarded
+from lossscale_keras.tensorflow import unconverted
+from lossscale_tf._documented import documented_policy, require_no_base_arguments
 from lossscale_tf._marks import mark_gradient, mark_of, origins
 from lossscale_tf._state import warn_if_resumed
-from lossscale_tf._verbs import Gradient, Tree, is_gradient, scale_by, times, unconverted, unscale_by
-from lossscale_tf.keras import _arguments, _inner, _names
-from lossscale_tf.keras._inner import as_tensorflow, is_keras_3
+from lossscale_tf._verbs import Gradient, Tree, as_tensor, is_gradient, scale_by, times, unscale_by
+from lossscale_tf.keras import _inner
+from lossscale_tf.keras._inner import is_keras_3
 from lossscale_tf.keras._saving import arguments_of
 from lossscale_tf.keras._slots import Slots
+
+_apply_gradients: ContextVar[tuple[Any, bool]] = ContextVar("_apply_gradients", default=(None, False))
+"""The optimizer whose `apply_gradients` calls `apply`, and whether its gradients are summed over replicas already."""
 
 
 @keras.saving.register_keras_serializable("lossscale")
@@ -30,22 +37,19 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     ```
 
     In a loop of your own call `minimize`, or `get_scaled_loss` before the tape's gradient, `get_unscaled_gradients`
-    after it, then `apply_gradients`, as with `tf.keras.mixed_precision`. A skipped step changes neither variables nor
-    slots nor `iterations`. In `tf.function` nothing synchronises with the host; eagerly, `apply_gradients` reads the
-    flag and the state. What is not documented here is as in `lossscale_keras.LossScaleOptimizer`.
+    after it, then `apply_gradients`, as with `tf.keras.mixed_precision`. What is not documented here is as in
+    `lossscale_keras.LossScaleOptimizer`.
 
     Args:
         inner_optimizer: A Keras 3 or tf_keras optimizer; `optimizer` is an older name of this argument.
-        loss_scale: Anything that `as_policy` accepts; or a bool, as for `dynamic`. In this class and in `v1`, "dynamic"
-            is the documents' rule, which begins at 2**15; everywhere else it is `DynamicScaling()`, from 2**16.
+        loss_scale: "dynamic", the documents' rule, which begins at 2**15; a bool, as for `dynamic`; or anything else
+            that `as_policy` accepts.
         initial_scale: The first scale of dynamic scaling, 2**15 if left out; or the scale, if `dynamic` is False.
         dynamic_growth_steps: The finite steps after which a dynamic scale grows; 2000 if left out.
         dynamic: Whether the scale adapts.
         policy: Anything that `as_policy` accepts, instead of the four arguments before.
-        global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
-        guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
-            scale and its counters unchanged. The norm is that of the unscaled gradients before clipping. Eagerly, an
-            `OverflowStreakError` is raised when its `max_streak` is reached.
+        global_clipnorm: As in `lossscale_keras`.
+        guard: As in `lossscale_keras`.
         name: The optimizer's name.
         **base_arguments: Other arguments of Keras's optimizers; only their default values are allowed.
 
@@ -54,8 +58,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         ValueError: The arguments contradict each other, or another wrapper has this optimizer.
         RuntimeError: Keras runs on another backend than TensorFlow.
     """
-
-    _is_initialised = False
 
     def __init__(
         self,
@@ -74,13 +76,11 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     ) -> None:
         _inner.require_tensorflow()
         inner = optimizer if inner_optimizer is None else inner_optimizer
-        _inner.require_optimizer(inner)
-        _names.require_no_base_arguments(base_arguments)
-        chosen = _arguments.policy_of_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
+        require_no_base_arguments(base_arguments)
+        chosen = documented_policy(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         super().__init__(inner, chosen, guard=guard, global_clipnorm=global_clipnorm, name=name)
         self._slots = Slots(inner)
         self._steps = _Steps()
-        self._is_initialised = True
 
     def get_scaled_loss(self, loss: Tree) -> Tree:
         """Scale a loss, to take a tape's gradient of it.
@@ -176,13 +176,13 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             ValueError: The loss is a tensor and `tape` is missing.
         """
         _inner.require_no_session()
-        tape, grad_loss = _arguments.loss_arguments(loss, tape, grad_loss)
+        tape, grad_loss = _loss_arguments(loss, tape, grad_loss)
         # A tape that is closed already is entered again, as in tf_keras, since it must record the multiplication, too.
         tape = tape or tf.GradientTape()
         with tape:
             value = loss() if callable(loss) else loss
             self._require_unscaled(value)
-            loss_scale = self._losses.present_scale()
+            loss_scale = self._losses.present()
             scaled = scale_by(value, loss_scale)
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)  # the loss may create them
         if grad_loss is not None:  # in the dtype of the scaled loss, which is wider than that of half losses
@@ -191,8 +191,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     @unconverted
     def _computed(self, grads: Any, variables: list[Any], loss_scale: tf.Tensor) -> list[tuple[Any, Any]]:
-        loss = self._losses.compute(loss_scale, as_tensorflow(variables))
-        return list(zip(self._unscaled(grads, loss, "computed"), variables, strict=True))
+        return list(zip(self._unscaled(grads, self._losses.compute(loss_scale), "computed"), variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Gradient]:
         """Return the unscaled gradients of a loss.
@@ -214,7 +213,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         else:
             _inner.require_no_session()
             self._require_unscaled(loss)
-            loss_scale, variables = self._losses.present_scale(), tf.nest.flatten(params)
+            loss_scale, variables = self._losses.present(), tf.nest.flatten(params)
             pairs = self._computed(tf.gradients(scale_by(loss, loss_scale), variables), variables, loss_scale)
         if missing := [variable.name for grad, variable in pairs if grad is None]:
             raise ValueError(f"the loss has no gradient with respect to {', '.join(missing)}")
@@ -238,11 +237,16 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
                 `tf.control_dependencies`, or to return; eagerly the inner optimizer's variable.
 
         Raises:
-            CallOrderError: `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
+            CallOrderError: `get_scaled_loss` was called, `get_unscaled_gradients` never, and the scale was never read.
             TypeError: `grads_and_vars` is not a list of pairs.
             ValueError: No variable has a gradient.
         """
-        self._apply(*_arguments.keras_pairs(grads_and_vars), _arguments.are_summed(aggregation))
+        grads, variables = _keras_pairs(grads_and_vars)
+        token = _apply_gradients.set((self, _are_summed(aggregation)))
+        try:
+            self.apply(grads, variables)  # as Keras does, so that a subclass may override it
+        finally:
+            _apply_gradients.reset(token)
         iterations = self.inner_optimizer.iterations
         # TensorFlow lets a read wait for the operation that may have set the variable: the branch that takes the step.
         return iterations if tf.executing_eagerly() else tf.convert_to_tensor(iterations)
@@ -262,39 +266,25 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             ValueError: `loss` was not scaled by this optimizer, or there are more or fewer gradients than variables.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        grads = list(grads)
-        self._require_pairs(grads, variables)
+        gradients = list(grads)
+        self._require_pairs(gradients, variables)
+        caller, is_summed = _apply_gradients.get()
+        takes_scaled, is_summed = caller is not self, caller is self and is_summed
         named = None if loss is None else self._named(loss)
-        self._apply(grads, variables, is_summed=False, takes_scaled=True, named=named)
-
-    def build(self, var_list: Any) -> None:
-        """Create the inner optimizer's variables.
-
-        Args:
-            var_list: The list of the variables to train.
-        """
-        self._is_initialised = False  # so that Keras does not create averages and accumulators in the wrapper, too
-        try:
-            super().build(var_list)
-        finally:
-            self._is_initialised = True
+        gradients, variables = _present_gradients(gradients, variables)
+        gradients, loss_scale = self._look_up(gradients, variables, takes_scaled, named)
+        if not is_summed and (aggregate := _inner.own_aggregator(self.inner_optimizer)) is not None:
+            gradients = gradients if loss_scale is None else unscale_by(gradients, loss_scale)
+            gradients, loss_scale, is_summed = aggregate(gradients, variables), None, True
+        if not self._steps.has_begun:
+            self._once(self._warn_if_resumed)
+        self._steps.is_traced |= not tf.executing_eagerly()
+        self._take(gradients, variables, loss_scale, is_summed)
 
     @property
     def steps_with_missing_calls(self) -> int:
         """The number of steps in a loop of your own that missed scaling or unscaling. Synchronises with the host."""
         return int(self._steps.missing.numpy())
-
-    @property
-    def dynamic_scale(self) -> Any:
-        """The variable that holds the loss scale."""
-        self._losses.read_scale()
-        return super().dynamic_scale
-
-    @property
-    def scale_state(self) -> ScaleState:
-        """The policy's state, as tensors of shape `()`."""
-        self._losses.read_scale()
-        return super().scale_state
 
     @property
     def dynamic(self) -> bool:
@@ -310,6 +300,10 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     def initial_scale(self) -> float:
         """The loss scale of the first step."""
         return float(self.policy.init_state().loss_scale)
+
+    @initial_scale.setter
+    def initial_scale(self, scale: float) -> None:
+        raise AttributeError(f"initial_scale={describe(scale)} cannot be set; make the optimizer with another policy")
 
     @property
     def dynamic_growth_steps(self) -> int | None:
@@ -331,11 +325,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
                 "fit by model.make_train_function(force=True)"
             )
 
-    @property  # type: ignore[misc]
-    def global_clipnorm(self) -> float | None:
-        """The norm that this wrapper clips to or, without one, the inner optimizer."""
-        return getattr(self.inner_optimizer, "global_clipnorm", None) if self._max_norm is None else self._max_norm
-
     @property
     def weights(self) -> list[tf.Variable]:
         """The inner optimizer's variables, in the order in which they were made."""
@@ -348,7 +337,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         Around an optimizer of tf_keras the list can also be called and returns itself, as in tf_keras.
         """
         variables = [*self._variables, *self.weights]
-        return variables if is_keras_3(self.inner_optimizer) else _names.CallableList(variables)
+        return variables if is_keras_3(self.inner_optimizer) else _CallableList(variables)
 
     def get_weights(self) -> list[Any]:
         """Return the values of `weights`, as NumPy arrays."""
@@ -387,10 +376,6 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         """Return the inner optimizer's slot of this name for `var`, or None."""
         return self._slots.get(var, slot_name, self._trainable_variables)
 
-    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
-        """Exclude variables from weight decay; the arguments are those of the inner optimizer's method."""
-        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
-
     def finalize_variable_values(self, var_list: Any) -> None:
         """Call this method of the inner optimizer, if it has one, at the end of `fit`, and log the state's events."""
         if tf.executing_eagerly():
@@ -417,71 +402,59 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         """
         return cls(**arguments_of(config, custom_objects))
 
-    def _apply(
-        self, grads: list[Any], variables: list[Any], is_summed: bool, takes_scaled: bool = False, named: Any = None
-    ) -> None:
-        grads, variables = _arguments.present_gradients(grads, variables)
-        found, grads = self._look_up(grads, variables, takes_scaled, named)
-        loss_scale = found.loss_scale
-        if not is_summed and (aggregate := _inner.own_aggregator(self.inner_optimizer)) is not None:
-            grads = grads if loss_scale is None else unscale_by(grads, loss_scale)
-            grads, loss_scale, is_summed = aggregate(grads, variables), None, True
-        if not self._steps.has_begun:
-            self._once(self._warn_if_resumed)
-        self._steps.is_traced |= not tf.executing_eagerly()
-        self._take(grads, variables, loss_scale, is_summed)
-        self._losses.apply(as_tensorflow(variables), found)
-
     def _warn_if_resumed(self) -> None:
         self._steps.has_begun = True
         with tf.init_scope():  # leaves a trace, since variables have values only outside of it
             if tf.executing_eagerly():
                 warn_if_resumed(self.policy, self._state.copy(), self.inner_optimizer.iterations)
 
-    def _look_up(self, grads: list[Any], variables: list[Any], takes_scaled: bool, named: Any) -> tuple[Any, list[Any]]:
-        """Return what is known of gradients that are about to be applied, and the gradients to apply."""
-        of_tensorflow = as_tensorflow(variables)
+    def _look_up(
+        self, grads: list[Any], variables: list[Any], takes_scaled: bool, named: Any
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """Return the gradients to apply, and the scale to divide them by; None if they are unscaled."""
         marks = [mark_of(grad, self._losses) for grad in grads]
+        scaled = [mark.loss for mark in marks if mark is not None and mark.kind == "scaled"]
         unscaled = next((mark.loss for mark in marks if mark is not None and mark.kind != "scaled"), None)
+        if BaseScaling.of(self.policy).scales_losses:
+            self._check_calls(takes_scaled, unscaled is not None, bool(scaled))
         if unscaled is not None:
+            self._losses.forget(unscaled)
             pairs = zip(grads, variables, strict=True)  # the new values of float8 scales were divided, too
             grads = [times(grad, unscaled.loss_scale) if self._is_overwritten(each) else grad for grad, each in pairs]
-            grads, loss_scale = origins(grads)
-            found = self._losses.look_up_unscaled(unscaled, of_tensorflow, loss_scale)
-        else:
-            losses = [mark and mark.loss for mark in marks]
-            if named is None and all(each is losses[0] for each in losses):
-                named = losses[0]
-            found = self._losses.look_up(of_tensorflow, takes_scaled, named)
-        if not (found.is_scaled and found.is_unscaled) and BaseScaling.of(self.policy).scales_losses:
-            self._warn_of_missing_calls(found.is_scaled, found.is_unscaled)
-        return found, grads
+            return origins(grads)
+        if named is None and len(scaled) == len(grads) and all(loss is scaled[0] for loss in scaled):
+            named = scaled[0]
+        return grads, self._losses.divisor(takes_scaled) if named is None else named.loss_scale
 
-    def _warn_of_missing_calls(self, is_scaled: bool, is_unscaled: bool) -> None:
-        """Count a step of a user's loop that misses scaling or unscaling, and warn of the first one."""
-        self._steps.missing.assign_add(1)  # when a traced step runs, not only when it is traced
-        if not self._losses.has_warned:
-            self._losses.has_warned = True
-            calls = {"get_scaled_loss": is_scaled, "get_unscaled_gradients": is_unscaled}
-            warn_caller(
-                f"{' and '.join(name for name, is_made in calls.items() if not is_made)} not called before "
-                "apply_gradients; call get_scaled_loss before the tape's gradient and get_unscaled_gradients after it, "
-                "each once a step, or use minimize"
+    def _check_calls(self, takes_scaled: bool, has_unscaled: bool, has_scaled: bool) -> None:
+        """Count a step that misses scaling or unscaling, and warn of the first one.
+
+        Raises `CallOrderError` if nothing can have divided the gradients of a scaled loss.
+        """
+        losses = self._losses
+        calls = {"get_scaled_loss": losses.is_scaled, "get_unscaled_gradients": losses.is_unscaled or takes_scaled}
+        missing = [name for name, is_made in calls.items() if not is_made]
+        if missing == ["get_unscaled_gradients"] and not losses.is_read:
+            raise CallOrderError(
+                "get_scaled_loss was called and get_unscaled_gradients was not, so these gradients are taken to be "
+                "multiplied by the loss scale; apply what get_unscaled_gradients(grads) returns, or use minimize. If "
+                "you have divided them, or their loss was not scaled, read optimizer.loss_scale before apply_gradients"
             )
+        if missing or (has_unscaled and has_scaled):
+            self._steps.missing.assign_add(1)  # when a traced step runs, not only when it is traced
+            self._warn_once(
+                f"{' and '.join(missing)} not called before apply_gradients; call get_scaled_loss before the tape's "
+                "gradient and get_unscaled_gradients after it, each once a step, or use minimize"
+                if missing
+                else "some of these gradients were unscaled, and others were not; apply what get_unscaled_gradients "
+                "returns for all of them"
+            )
+        elif not has_unscaled:
+            self._warn_if_divided(takes_scaled)
 
     # ---- optimizers of tf_keras
 
-    @staticmethod
-    def _clipnorm_of(inner: Any, own: float | None) -> float | None:
-        if own is None:
-            return None
-        check_setting("global_clipnorm", own)
-        if (of_inner := getattr(inner, "global_clipnorm", None)) is not None:
-            raise ValueError(
-                f"global_clipnorm={own!r}, and the inner optimizer's is {of_inner!r}, so that gradients would be "
-                "clipped twice; set one of the two"
-            )
-        return float(own)
+    _require_optimizer = staticmethod(_inner.require_optimizer)
 
     def _build_inner(self, variables: list[Any]) -> None:
         _inner.build(self.inner_optimizer, variables)
@@ -494,44 +467,45 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     # ---- names
 
-    # The wrapper reads all names of `_names.NAMES` from its inner optimizer. The exception is while Keras's constructor
-    # or `build` runs, which sets and reads its own defaults.
+    beta_1, beta_2 = forwarded("beta_1"), forwarded("beta_2")
+    momentum, rho, decay = forwarded("momentum"), forwarded("rho"), forwarded("decay")
+    lr = forwarded("learning_rate")
+    # Methods of tf_keras's optimizers that do not concern scaling.
+    add_weight, aggregate_gradients = forwarded("add_weight"), forwarded("aggregate_gradients")
+    gradient_aggregator = forwarded("gradient_aggregator")
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's count of applied steps, to read and set."""
+        return self.inner_optimizer.iterations
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        _inner.set_iterations(self.inner_optimizer, value)
+
+    @property
+    def epsilon(self) -> float:
+        """Not a hyperparameter in the documents: the inner optimizer's is neither read nor set."""
+        if "epsilon" not in self.__dict__:
+            raise AttributeError
+        return self.__dict__["epsilon"]
+
+    @epsilon.setter
+    def epsilon(self, value: float) -> None:
+        warn_caller(
+            "epsilon is set on the LossScaleOptimizer, where nothing reads it; set it on inner_optimizer instead"
+        )
+        self.__dict__["epsilon"] = value
+
     def __getattr__(self, name: str) -> Any:
-        inner = self.__dict__.get("inner_optimizer")  # copying and unpickling read attributes before it is set
-        if name in _names.SETTINGS:
-            return getattr(inner, name, _names.SETTINGS[name]) if self._is_initialised else _names.SETTINGS[name]
-        if inner is not None and (name in _names.READ or _names.is_hyperparameter(self, name)):
-            return getattr(inner, _names.spelled(name))
         if name == "get_updates":  # of legacy optimizers
             raise AttributeError(f"{type(self).__name__} has no get_updates; call minimize(loss, var_list)")
         return super().__getattr__(name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not self._is_initialised and name in _names.NAMES and name != "inner_optimizer":
-            return
-        if not self._is_initialised or name.startswith("_") or name == "built":
-            super().__setattr__(name, value)
-            return
-        inner = self.inner_optimizer
-        if name == "iterations":
-            _names.set_iterations(inner, value)
-        elif name in _names.REMEDIES:
-            raise AttributeError(f"{name}={describe(value)} cannot be set, {_names.REMEDIES[name]}")
-        elif _names.is_hyperparameter(self, name):
-            if not hasattr(inner, _names.spelled(name)):
-                raise AttributeError(f"'{type(inner).__name__}' object has no attribute '{_names.spelled(name)}'")
-            setattr(inner, _names.spelled(name), value)
-        else:
-            if name in _names.READ or (not hasattr(type(self), name) and hasattr(inner, name)):
-                warn_caller(
-                    f"{name} is set on the LossScaleOptimizer, where nothing reads it; set it on inner_optimizer "
-                    "instead"
-                )
-            if name not in _names.READ:
-                super().__setattr__(name, value)
-
     def __dir__(self) -> list[str]:
-        return _names.listed(super().__dir__(), self.inner_optimizer)
+        # TensorFlow's checkpoints search every object that lists this name for untracked slots: the inner optimizer's
+        # are found there, and would be saved twice.
+        return [name for name in super().__dir__() if name != "get_slot_names"]
 
 
 class _Steps:
@@ -543,3 +517,56 @@ class _Steps:
             first = tf.VariableAggregation.ONLY_FIRST_REPLICA
             self.missing = tf.Variable(0, trainable=False, dtype=tf.int64, aggregation=first)
             """The number of steps that missed a call."""
+
+
+class _CallableList(list[Any]):
+    """A list that returns itself when it is called, as `variables` of tf_keras's optimizers."""
+
+    def __call__(self) -> "_CallableList":
+        return self
+
+
+def _loss_arguments(loss: Any, tape: Any, grad_loss: Any) -> tuple[tf.GradientTape | None, Any]:
+    """Return the tape and `grad_loss` of a loss; raise `ValueError` if it cannot be differentiated."""
+    if not callable(loss) and tape is None:
+        raise ValueError("a loss that is a tensor needs the tape it was computed under; pass tape=, or a callable")
+    if tape is not None and not isinstance(tape, tf.GradientTape):  # in an older signature, grad_loss was third
+        return None, tape
+    return tape, grad_loss
+
+
+def _keras_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
+    """Return gradients and variables of pairs; raise `TypeError` for anything else."""
+    pairs = require_pairs(grads_and_vars, "apply_gradients")
+    if not pairs:
+        raise ValueError("grads_and_vars is empty, so that no variable has a gradient; pass (gradient, variable) pairs")
+    for _, variable in pairs:
+        if not isinstance(variable, tf.Variable | keras.Variable):
+            raise TypeError(f"{variable!r} is not a variable; grads_and_vars must be (gradient, variable) pairs")
+    grads, variables = zip(*pairs, strict=True)
+    return list(grads), list(variables)
+
+
+def _are_summed(aggregation: dict[str, Any]) -> bool:
+    """Return whether gradients are summed over replicas already, by the argument of either tf_keras interface."""
+    are_to_be_summed = bool(aggregation.pop("experimental_aggregate_gradients", True))
+    are_to_be_summed &= not aggregation.pop("skip_gradients_aggregation", False)
+    if aggregation:
+        raise TypeError(f"apply_gradients() got an unexpected keyword argument {next(iter(aggregation))!r}")
+    return not are_to_be_summed
+
+
+def _present_gradients(grads: list[Any], variables: list[Any]) -> tuple[list[Gradient], list[Any]]:
+    """Return the gradients that are not None, and their variables; raise an error if none can be applied."""
+    _inner.require_no_session()
+    present = [each for grad, each in zip(grads, variables, strict=True) if grad is not None]
+    if not present:
+        raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")
+    if len(present) < len(variables):
+        missing = [v.name for grad, v in zip(grads, variables, strict=True) if grad is None]
+        warn_caller(f"no gradient exists for {', '.join(missing)}; they keep their values")
+    tensors = [as_tensor(grad) for grad in grads if grad is not None]
+    for tensor in tensors:
+        if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+            raise TypeError(f"a gradient of dtype {tensor.dtype.name} cannot be applied; differentiate floats")
+    return tensors, present

@@ -1,16 +1,13 @@
 """One step of a `tf.compat.v1` optimizer, in a graph for sessions and eagerly."""
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from lossscale_core import ScaleState, ScaleWatch, ScalingPolicy, StepInfo, check_limits, step_info
-from lossscale_tf._verbs import Gradient, all_replicas, cast_for, finite_when_unscaled, inverse_of
-
-_one_at_a_time = threading.Lock()
-"""Held while a thread reads the state, updates it on the host, and sets it."""
+from lossscale_keras.tensorflow import all_replicas, lock_of, merges_replicas
+from lossscale_tf._verbs import Gradient, cast_for, finite_when_unscaled, inverse_of
 
 
 class StateVariables(tf.Module):
@@ -90,7 +87,7 @@ class Step:
 
     def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any], in_graph: Callable[..., Any]) -> Any:
         if tf.executing_eagerly():
-            with _one_at_a_time:
+            with lock_of(self):  # no other thread reads the state before it is set
                 is_finite, before = bool(finite), self.state.read_on_host()
                 if is_finite:
                     apply()
@@ -125,11 +122,6 @@ class Step:
             release = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
         with tf.control_dependencies([release]):
             return tf.identity(finite), [release]
-
-
-def merges_replicas() -> bool:
-    """Return whether operations for all replicas must run in the cross-replica context."""
-    return tf.distribute.has_strategy() and not tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
 def _variable(name: str, value: Any) -> tf.Variable:

@@ -1,0 +1,64 @@
+"""Numbers in Keras variables, such as the state of a policy."""
+
+import functools
+from typing import Any
+
+import keras
+from keras import ops
+
+from lossscale_keras._backend import BACKEND, xp
+
+
+class Stored:
+    """A NamedTuple of numbers in Keras variables of shape `()`, with the names of its fields behind a prefix."""
+
+    def __init__(self, start: Any, prefix: str = "") -> None:
+        self._start = start
+        # Not autocast: within a layer's call Keras would read the loss scale in float16, in which it may be infinite.
+        # All replicas compute the same numbers. Without an aggregation none of them may set a mirrored variable:
+        # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/values_util.py#L329
+        settings = {"trainable": False, "autocast": False, "aggregation": "only_first_replica"}
+        self.variables = [
+            keras.Variable(value, dtype=value.dtype.name, name=f"{prefix}{name}", **settings)
+            for name, value in start._asdict().items()
+        ]
+
+    def read(self, count: int | None = None) -> Any:
+        """Return the numbers as arrays of the backend; torch's are the variables themselves, which change.
+
+        With a `count`, only so many are read, and the others are those before the first step.
+        """
+        if BACKEND == "tensorflow":  # `ops.convert_to_tensor` returns the variable, which each use would read
+            numbers = map(xp.convert_to_tensor, self._tf_variables[:count])
+        else:
+            numbers = map(ops.convert_to_tensor, self.variables[:count])
+        return self._start._make([*numbers, *(() if count is None else self._start[count:])])
+
+    def copy(self) -> Any:
+        """Return the numbers as new arrays of the backend."""
+        return self._start._make(map(ops.copy, self.variables))
+
+    def read_on_host(self) -> Any:
+        """Return the numbers as host scalars. Synchronises with the host."""
+        if BACKEND == "tensorflow":
+            values = [each.value().numpy() for each in self._tf_variables]
+        else:
+            values = list(map(ops.convert_to_numpy, self.variables))
+        return self._start._make([type(first)(value) for first, value in zip(self._start, values, strict=True)])
+
+    @functools.cached_property
+    def _tf_variables(self) -> list[Any]:
+        # TensorFlow's variables take half the time of Keras's wrappers around them.
+        return [each.value for each in self.variables]
+
+    def assign(self, numbers: Any, before: Any = None) -> None:
+        """Set the variables to new numbers."""
+        for variable, new in zip(self.variables, numbers, strict=True):
+            variable.assign(new)
+
+    def assign_changed(self, numbers: Any, before: Any = None) -> None:
+        """Set the variables whose numbers change, on the host; `before` are the present numbers, if they were read."""
+        before = self.read_on_host() if before is None else before
+        for variable, old, new in zip(self._tf_variables, before, numbers, strict=True):
+            if old != new:  # an assignment takes longer than the whole update on the host
+                variable.assign(new)
