@@ -51,7 +51,7 @@ from lossscale_torch._record import (
 from lossscale_torch._state import ScalerState, is_capturing
 from lossscale_torch._step_info import StepInfo
 from lossscale_torch._versions import not_compiled
-from lossscale_torch._watch import UNFINISHED, Watch
+from lossscale_torch._watch import FAULTS, Watch
 from lossscale_torch.hooks import Hook, Protect, SameOnRanks, Waiting, require_hooks
 
 if TYPE_CHECKING:
@@ -747,13 +747,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         answer = self._watch.diagnose(self.policy, self._state.on_host(), worst)
         if self._watch.has_bad_loss:
             answer += f" In the last step {BAD_LOSS}."
-        if self._watch.without_gradients:
-            answer += (
-                " The last step had no gradients to check: parameters are frozen or unused, or the loss was detached."
-            )
-        if self._watch.unfinished:
-            answer += f" The last step was one that {UNFINISHED}."
-        return answer
+        return answer + "".join(f" The last update {FAULTS[event]}." for event in self._watch.faults)
 
     def check_sync(self) -> None:
         """Raise `SyncError` with the ranks that have another state than rank 0; every rank of the group must call it.

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 CHECK_EVERY = 32
 """Updates between two looks at the state; a look takes about as long as an update."""
 _MANY_UPDATES = 20
-_NO_GRADIENTS = (
-    f"{_MANY_UPDATES} updates in a row found no gradient in any optimizer: parameters are frozen or unused, the loss "
-    "was detached, or an optimizer holds other parameters than the model"
-)
-
-UNFINISHED = "unscale_() had begun, and that was neither taken nor skipped; call scaler.step(optimizer)"
+FAULTS = {
+    "no_gradients": "found no gradient in any optimizer: parameters are frozen or unused, the loss was detached, or an "
+    "optimizer holds other parameters than the model",
+    "unfinished_step": "ended a step that unscale_() had begun, and that was neither taken nor skipped; call "
+    "scaler.step(optimizer)",
+}
+"""Faults of an update, by the names of their events."""
 
 
 class Watch(Hook):
@@ -41,10 +42,6 @@ class Watch(Hook):
     """The attempts that ended in an applied step; the state counts the attempts before them as skipped steps."""
     tries: "Tries | None" = None
     """The loop over `attempts`, which sees the outcome of each attempt, and lets this watch see that of the loop."""
-    without_gradients = 0
-    """The updates in a row for which no optimizer had a gradient."""
-    unfinished = 0
-    """The updates in a row that ended a step which `unscale_` has begun, and which was neither taken nor skipped."""
     has_bad_loss = False
     """Whether the loss of the last step was NaN or infinite, and the host knows it."""
     is_new = True
@@ -54,6 +51,8 @@ class Watch(Hook):
 
     def __init__(self) -> None:
         self._watch, self._left = ScaleWatch(), CHECK_EVERY
+        self.faults: dict[str, int] = {}
+        """The faults of the last update, and how many updates in a row have had them."""
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
         """Warn if the first step of a new scaler is not the first step of its optimizer."""
@@ -74,7 +73,7 @@ class Watch(Hook):
             return
         if info.applied is True and info.had_gradients and self._left > 1:
             self._left -= 1
-            self.has_bad_loss, self.without_gradients, self.unfinished = False, 0, 0
+            self.has_bad_loss, self.faults = False, {}
         else:
             self.look(scaler, info, info.overflowed is True and not scaler._are_losses_finite())
 
@@ -88,13 +87,12 @@ class Watch(Hook):
             where = f", step {state.steps}" if hasattr(state, "steps") else ""  # a state on a device would wait
             log_event("bad_loss", f"lossscale{where}: {BAD_LOSS}")
         has_stepped = not info.had_gradients and any(flag is not False for flag in (info.by_optimizer or {}).values())
-        self.without_gradients = self.without_gradients + 1 if has_stepped else 0
-        if self.without_gradients == _MANY_UPDATES:
-            log_event("no_gradients", _NO_GRADIENTS)
         is_unfinished = any(step["stage"] is UNSCALED for step in scaler.optimizer_steps())
-        self.unfinished = self.unfinished + 1 if is_unfinished else 0
-        if self.unfinished == _MANY_UPDATES:
-            log_event("unfinished_step", f"{_MANY_UPDATES} updates in a row ended a step that {UNFINISHED}")
+        faults = [event for event, is_so in zip(FAULTS, (has_stepped, is_unfinished), strict=True) if is_so]
+        self.faults = {event: self.faults.get(event, 0) + 1 for event in faults}
+        for event in faults:
+            if self.faults[event] == _MANY_UPDATES:
+                log_event(event, f"{_MANY_UPDATES} updates in a row {FAULTS[event]}")
         if has_stepped and scaler._losses:
             _warn_of_gradient_hooks(scaler.optimizer_steps())
         if isinstance(info.applied, Tensor):
