@@ -53,11 +53,11 @@ TESTS = {
         __init__: scaler
     """,
     "lossscale_jax": """
-        _gradients: verbs mistakes optimizer conformance/backends@jax distributed@forgotten
-        _states: optimizer mistakes distributed check_step@split_modules
+        _gradients: verbs finite mistakes optimizer conformance/backends@jax distributed@forgotten
+        _states: recipes optimizer mistakes distributed check_step@split_modules
         testing: check_step mistakes
         __init__: verbs
-        *: guard bits programs other_tools around
+        *: guard bits programs recipes other_tools around
     """,
     "lossscale_keras": """
         _backend _stored: steps last_loss adapters/tensorflow_last_loss adapters/tensorflow_fit
