@@ -50,8 +50,4 @@ __all__ = [
     "warn_caller",
 ]
 
-# A pickle stores the module name of a class: the public one lets the private modules change.
-for _name in __all__:
-    if isinstance(globals()[_name], type):
-        globals()[_name].__module__ = __name__
-del _name
+GradientReport.__module__ = OverflowReport.__module__ = __name__  # a pickle stores it, and the private one may change
