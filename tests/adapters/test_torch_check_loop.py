@@ -110,9 +110,7 @@ def _step_by_itself(loop, batch):
 def _clear_after_applied_steps(loop, batch):
     loop.backward(batch)
     loop.scaler.step(loop.optimizer)
-    info = loop.scaler.update()
-    loop.follow(info)
-    if info.applied:
+    if loop.scaler.update():
         loop.optimizer.zero_grad()
 
 

@@ -63,8 +63,6 @@ LOGS = [
     # NaN from the first step on, under torch's rule and ours
     (TORCHS, "200F", [START, (SKIPPING, 19), (STUCK, 142)]),
     (NoScaling(), "50T 300F", [(SKIPPING, 53), (SKIPPING, 80), (SKIPPING, 350)]),
-    # the way down at the start
-    (DynamicScaling(init_scale=2.0**40, max_scale=2.0**40), "30F 50T", [START, ("healthy", 31)]),
     # bounds
     (DynamicScaling(init_scale=8.0, max_scale=16.0, growth_interval=5), "70T", [("pressing against max_scale", 65)]),
     (DynamicScaling(init_scale=1.0), "9F", [(STUCK, 5)]),
