@@ -163,7 +163,9 @@ def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[
     fallen = f", and the loss scale has fallen to {scale_text}" if has_fallen else ""
     can_grow = adapts and scale >= high > low and applied >= policy.growth_interval
     room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
-    at_max = f"the loss scale is {scale_text} and could grow further ({counts}). If small gradients still flush to zero"
+    at_max = (
+        f"a loss scale of {scale_text} could grow further ({counts}). Check that these are gradients of the scaled loss"
+    )
     verdicts = (
         (limit, "skipping too often", f"{limit}."),
         (is_at_min and streak >= _MANY and is_start_over, "stuck at min_scale", at_min),
@@ -171,7 +173,7 @@ def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[
         (streak >= _MANY, "skipping too often", f"{overflowing} ({counts}). {hint}"),
         (not applied, "not started", f"no step applied yet, {counts}. {hint}"),
         (skips_too_often or has_fallen, "skipping too often", f"{counts}{fallen}. {hint}"),
-        (can_grow, "pressing against max_scale", f"{at_max}, {room}."),
+        (can_grow, "pressing against max_scale", f"{at_max}; if small ones still flush to zero, {room}."),
         (True, "healthy", f"{counts}{f'; the loss scale is {scale_text}' if policy.scales_losses else ''}."),
     )
     # The first row that holds decides: a run that is stuck or calibrating also skips often, but needs other advice.

@@ -51,12 +51,9 @@ class _OneReplica:
     require_replica = staticmethod(lambda: None)
     merges_replicas = staticmethod(lambda: False)
     unconverted = sum_over_replicas = agree = staticmethod(lambda same: same)
-    lock_of = staticmethod(contextlib.nullcontext)
+    lock_of = outside_traces = staticmethod(contextlib.nullcontext)
     sum_of_squares = staticmethod(_sum_of_squares)
-
-    @staticmethod
-    def call_once(function: Callable[[], None]) -> None:
-        function()
+    call_once = staticmethod(lambda function: function())
 
 
 native: Any = tensorflow if BACKEND == "tensorflow" else _OneReplica
@@ -93,17 +90,3 @@ def require_training() -> None:
             f"Keras runs on {BACKEND}, which does not train; set KERAS_BACKEND to jax, torch or tensorflow before the "
             "first import of keras"
         )
-
-
-def outside_traces(variables: list[Any]) -> Any:
-    """Return a context that leaves the trace of TensorFlow, if the variables have values outside of it.
-
-    They have none if the model is being built in it. Then only the trace can read them, as `ScheduleFreeAdamW` does.
-    """
-    if BACKEND != "tensorflow" or tf.executing_eagerly():
-        return contextlib.nullcontext()
-    with tf.init_scope():
-        exist = tf.distribute.has_strategy() or all(
-            bool((each.value if isinstance(each, keras.Variable) else each).is_initialized()) for each in variables
-        )
-    return tf.init_scope() if exist else contextlib.nullcontext()

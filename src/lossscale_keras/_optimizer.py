@@ -13,16 +13,7 @@ import lossscale_core as core
 from lossscale_core import adapters
 from lossscale_core.adapters import describe
 from lossscale_core.errors import CallOrderError, CheckpointWarning
-from lossscale_keras._backend import (
-    BACKEND,
-    is_compiling,
-    is_traced,
-    native,
-    outside_traces,
-    require_training,
-    returns_gradients,
-    xp,
-)
+from lossscale_keras._backend import BACKEND, is_compiling, is_traced, native, require_training, returns_gradients, xp
 from lossscale_keras._losses import Losses, ScaledLoss
 from lossscale_keras._places import EAGER, HOST, TRACED, Traced, place_of
 from lossscale_keras._step import Checked, LastStep, NoState, States, check, is_overwritten, unscaled
@@ -263,7 +254,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     _is_overwritten = staticmethod(is_overwritten)
 
     def _build_for(self, variables: list[Any]) -> None:
-        with keras.name_scope(self.name, caller=self), outside_traces(variables):
+        with keras.name_scope(self.name, caller=self), native.outside_traces(variables):
             self.build(variables)
 
     def _build_inner(self, variables: list[Any]) -> None:

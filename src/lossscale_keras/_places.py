@@ -11,6 +11,8 @@ from keras import ops
 from lossscale_keras._backend import BACKEND, is_traced, native, xp
 from lossscale_keras._stored import Stored
 
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 class Traced:
     """Numbers have no values yet, and a condition is a part of the graph."""
@@ -20,17 +22,12 @@ class Traced:
     cond: Any = staticmethod(ops.cond)
     where: Any = staticmethod(xp.where)
     is_finite: Any = staticmethod(xp.math.is_finite if BACKEND == "tensorflow" else xp.isfinite)
-
     read: Any = staticmethod(Stored.read)
     assign: Any = staticmethod(Stored.assign)
-
-    def lock(self, owner: Any) -> Any:
-        """Return the context in which the state of an optimizer is read, updated and set."""
-        return nullcontext()
-
-    def number(self, array: Any) -> Any:
-        """Return an array of shape `()` as a number of this place."""
-        return array
+    lock: Any = staticmethod(nullcontext)
+    """Return the context in which the state of an optimizer is read, updated and set."""
+    number: Any = staticmethod(lambda array: array)
+    """Return an array of shape `()` as a number of this place."""
 
     def norm(self, total: Any, scale: Any) -> Any:
         """Return the norm of unscaled gradients, whose scaled squares have this sum."""
@@ -85,7 +82,8 @@ class Host(Eager):
 
     def decision(self, finite: Any, norm: Any, known: Any) -> tuple[Any, Any]:
         """Return host scalars."""
-        return bool(known), float(norm)
+        norm = float(norm)
+        return bool(known), norm if norm < _LARGEST_FLOAT32 else math.inf
 
 
 TRACED, EAGER, HOST = Traced(), Eager(), Host()

@@ -5,11 +5,13 @@ decides by the first replica, before the sum:
 https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/loss_scale_optimizer.py
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 __all__ = ["all_replicas", "is_distributed", "lock_of", "merges_replicas", "sum_of_squares", "unconverted"]
@@ -102,6 +104,20 @@ def call_once(function: Callable[[], None]) -> None:
         tf.distribute.get_replica_context().merge_call(lambda _: function())
     else:
         function()
+
+
+def outside_traces(variables: list[Any]) -> Any:
+    """Return a context that leaves a trace, if the variables have values outside of it.
+
+    They have none if the model is being built in it. Then only the trace can read them, as `ScheduleFreeAdamW` does.
+    """
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    with tf.init_scope():
+        exist = tf.distribute.has_strategy() or all(
+            bool((each.value if isinstance(each, keras.Variable) else each).is_initialized()) for each in variables
+        )
+    return tf.init_scope() if exist else contextlib.nullcontext()
 
 
 class StoredNumber:

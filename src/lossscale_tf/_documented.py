@@ -144,6 +144,11 @@ def _count(argument: str, value: Any, rounded: Callable[[float], int]) -> int:
     return rounded(min(max(number, 1), _LARGEST_COUNT))
 
 
+def policy_of(loss_scale: Any) -> ScalingPolicy:
+    """Return the policy of the documents' own argument: for "dynamic" theirs, which begins at 2**15."""
+    return DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else as_policy(loss_scale)
+
+
 def documented_policy(
     policy: Any, loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any
 ) -> ScalingPolicy:

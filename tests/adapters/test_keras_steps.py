@@ -22,9 +22,7 @@ from tests.adapters.keras_loops import (
 )
 
 INF, NAN = float("inf"), float("nan")
-pytestmark = [  # gradients are made up here
-    pytest.mark.filterwarnings("ignore:scale_loss was not called", "ignore:get_scaled_loss .*not called")
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*scale.* not called before")  # gradients are made up here
 
 
 def _variables(*shapes, dtype="float32"):
@@ -125,6 +123,9 @@ def test_every_public_name_of_keras_optimizer(wrapper):
     for name, value in settings.items():
         setattr(optimizer, name, value)
         assert value_of(getattr(inner, name)) == value_of(getattr(optimizer, name)) == value
+    own = len(optimizer.variables) - len(inner.variables)
+    optimizer.build(_variables())
+    assert len(optimizer.variables) - len(inner.variables) == own  # it makes no averages of its own
     for name in ("add_variable", "assign_add", "update_step", "exclude_from_weight_decay"):
         assert getattr(optimizer, name) == getattr(inner, name)
     with pytest.raises(AttributeError, match=r"loss_scale_factor=8\.0 cannot be set, .* another policy"):

@@ -236,11 +236,6 @@ class AnyOrder(RuleBasedStateMachine):
         place(lambda: self.two.minimize(weight, 2.0))()
         self.right[weight] += 2.0
 
-    @rule(scale=st.sampled_from([2.0, 64.0]))
-    def set_scale(self, scale):
-        """Set the present scale, which is that of later losses."""
-        self.two.optimizer.dynamic_scale.assign(scale)
-
     @rule(target=waiting, place=places, gradients=consumes(waiting), is_processed=st.booleans())
     def unscale(self, place, gradients, is_processed):
         """Unscale gradients of the last loss, or of one that is named."""
@@ -373,11 +368,6 @@ def _divided_by(read):
     return _within(lambda two: two.apply([two.scaled(0, 2.0)[0] / read(two.optimizer)], 0))
 
 
-def _read_before_the_step(two, mode):
-    step = mode(lambda loss_scale: two.apply([two.scaled(0, 2.0)[0] / loss_scale], 0))
-    return lambda: step(two.optimizer.loss_scale)
-
-
 def _partly_unscaled(two):
     with tf.GradientTape() as tape:
         loss = two.optimizer.get_scaled_loss(two.weights[0] * 2.0 + two.weights[1] * 0.0)
@@ -397,7 +387,6 @@ MISSING = {
     "divided by loss_scale": (UNSCALED, _divided_by(lambda optimizer: optimizer.loss_scale)),
     "divided by dynamic_scale": (UNSCALED, _divided_by(lambda optimizer: optimizer.dynamic_scale)),
     "divided by that of scale_state": (UNSCALED, _divided_by(lambda optimizer: optimizer.scale_state.loss_scale)),
-    "divided by what was read before the step": (UNSCALED, _read_before_the_step),
     "neither": (f"{SCALED} and {UNSCALED}", _within(lambda two: two.apply([tf.constant(2.0)], 0))),
 }
 

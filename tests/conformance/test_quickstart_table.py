@@ -91,7 +91,7 @@ class _Keras(Column):
     def step(self, factor):
         self.names["loss"] = keras.ops.sum(self.variable * factor)
         self.run(_SCALE)
-        grad = keras.ops.full((2,), factor) * self.names["optimizer"].loss_scale
+        grad = keras.ops.full((2,), factor) * self.names["optimizer"].dynamic_scale.value
         self.names["optimizer"].apply([grad], [self.variable])
 
 

@@ -58,7 +58,11 @@ DIAGNOSES = [
     (UNBOUNDED, "200F", rf"stuck at min_scale: .* below 2\*\*-126. {UNCLEARED}\."),  # it cannot be lower
     (UNBOUNDED, "3T 1F 6T " * 50 + "3T 1F 1T", f"skipping too often.*{LOOK}."),
     (FixedScaling(8.0), "8F", "skipping too often: .* A scale of 8 is too large .* lower it, or use DynamicScaling."),
-    (AT_CEILING, "1T", "pressing against max_scale: .* give the loss a larger weight."),
+    (
+        AT_CEILING,
+        "1T",
+        "pressing against max_scale: .* gradients of the scaled loss; .* give the loss a larger weight.",
+    ),
     # A longer growth_interval helps only a scale that has grown.
     (FALLING, "5T 1F " * 20, "healthy.*"),  # an overflow that lowers the scale from the start is no fault
     (DynamicScaling(hysteresis=2), "1F 1T " * 30, "skipping too often.* Look for a diverging loss."),

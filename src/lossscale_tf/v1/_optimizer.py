@@ -7,19 +7,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lossscale_core import (
-    ScaleState,
-    ScalingPolicy,
-    StepInfo,
-    as_policy,
-    check_limits,
-    metrics,
-    state_from_dict,
-    state_to_dict,
-)
+from lossscale_core import ScaleState, ScalingPolicy, StepInfo, check_limits, metrics, state_from_dict, state_to_dict
 from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_keras.tensorflow import merges_replicas
-from lossscale_tf._documented import DynamicLossScale, require_policy_or_number, scales_already
+from lossscale_tf._documented import policy_of, require_policy_or_number, scales_already
 from lossscale_tf._marks import mark_gradient, origins
 from lossscale_tf._state import warn_if_resumed
 from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
@@ -66,8 +57,7 @@ class LossScaleOptimizer(_Optimizer):
         super().__init__(opt._use_locking if use_locking is None else use_locking, name)
         self._optimizer = opt
         with tf.name_scope(f"{name}_loss_scale"):
-            is_documented = isinstance(chosen, str) and chosen == "dynamic"
-            self._step = Step(DynamicLossScale() if is_documented else as_policy(chosen))
+            self._step = Step(policy_of(chosen))
         self._warns_of_gradients = True  # until it has computed some itself
         _share_deferred_restorations(self, opt)
 
