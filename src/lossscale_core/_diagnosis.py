@@ -121,7 +121,7 @@ def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[
         return "not started", f"no step yet{f'; the first is scaled by {scale_text}' if policy.scales_losses else ''}."
 
     # States hold the scale in float32, which may be above a bound in float64 that it has reached.
-    low, high = map(np.float32, policy.bounds())
+    low, high = np.clip(policy.bounds(), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float32)
     is_at_min, applied = adapts and scale <= low, steps - skipped
     interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
     overflows_from_start = _overflows_between(policy, first, scale)

@@ -57,9 +57,9 @@ class ScaleWatch:
             PolicyError: `policy` is not a policy.
             TypeError: `state` is not a state.
         """
-        numbers = numbers_of(state, "log(policy, state)")
+        numbers = self._read(state, "log(policy, state)")
         is_calm = self._verdict == "healthy" and not numbers.overflow_streak
-        if not (is_calm and self._marks and 0 <= numbers.steps - self._marks[-1].steps < _WINDOW):
+        if not (is_calm and self._marks and numbers.steps - self._marks[-1].steps < _WINDOW):
             self.diagnose(policy, numbers)
         if loss is not None and not self._has_bad_loss and not math.isfinite(float(loss)):
             self._has_bad_loss = True
@@ -80,13 +80,12 @@ class ScaleWatch:
             PolicyError: `policy` is not a policy.
             TypeError: `state` is not a state.
         """
-        numbers = numbers_of(state, "diagnose(policy, state)")
-        if numbers.steps < self._steps:
-            vars(self).update(vars(ScaleWatch()))
-        self._steps, self._marks = numbers.steps, self._marks or (numbers,)
-        before = self._verdict
+        numbers = self._read(state, "diagnose(policy, state)")
+        self._marks, before = self._marks or (numbers,), self._verdict
         self._verdict, reason = find_verdict(BaseScaling.of(as_policy(policy)), numbers, self._marks[0])
-        if numbers.steps - self._marks[-1].steps >= _WINDOW:
+        if self._verdict == "broken":
+            self._marks = ()
+        elif numbers.steps - self._marks[-1].steps >= _WINDOW:
             self._marks = (self._marks[-1], numbers)
         logged_step, logged_streak = self._logged.get(self._verdict, (-_REPEAT_AFTER_STEPS, 0))
         level = "info" if self._verdict in ("calibrating", "healthy") else "warning"
@@ -98,6 +97,14 @@ class ScaleWatch:
             facts = {name: getattr(numbers, name) for name in ("steps", "loss_scale", "overflow_streak")}
             log_event(self._verdict, f"lossscale, step {numbers.steps}: {text}", level, **facts)
         return text + describe_spikes(guard)
+
+    def _read(self, state: ScaleState, call: str) -> ScaleState[Any]:
+        """Return the fields of a state as Python numbers, and start over for another run."""
+        numbers = numbers_of(state, call)
+        if numbers.steps < self._steps:
+            vars(self).update(vars(ScaleWatch()))
+        self._steps = numbers.steps
+        return numbers
 
 
 def log_event(event: str, text: str, level: str = "warning", **facts: Any) -> None:

@@ -25,6 +25,7 @@ _PARTED = 0.5
 _NOISE = 1e-6
 """The norm, relative to that of the first step, below which gradients may be rounding errors."""
 _FOLLOW = "follow applied steps only (info.applied)"
+_COUNT = "count applied steps only (info.applied), or keep a counter of batches outside of the model, scheduler and ema"
 _PROTECT = "protect buffers: GradScaler(protect=[model]), in a loop of this check protect = [model]"
 _UNSCALE = "scale every loss, and unscale before you clip or change gradients (unscale_and_clip_ does both)"
 _ATTACH = "add a loss inside the graph with scaler.attach, and change gradients after they are unscaled"
@@ -142,6 +143,7 @@ def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
     if changed := [name for name in _differing(before, after) if not _is_setting(name)]:
         changes = [loops.change(name, before.get(name), after.get(name)) for name in changed]
         hint = f"{_FOLLOW}, and {_PROTECT}" if any(name.startswith("model.") for name in changed) else _FOLLOW
+        hint = _COUNT if all(_is_counted(before.get(name), after.get(name)) for name in changed) else hint
         raise AssertionError(loops.not_skipped(number, changes, hint))
 
 
@@ -288,6 +290,12 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 
 def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [name for name in {**a, **b} if not loops.same(a.get(name), b.get(name))]
+
+
+def _is_counted(before: Any, after: Any) -> bool:
+    """Return whether a number has risen by one."""
+    are_numbers = all(isinstance(each, int | float) or getattr(each, "shape", None) == () for each in (before, after))
+    return are_numbers and bool(after - before == 1)
 
 
 def _is_setting(name: str) -> bool:

@@ -46,6 +46,18 @@ def test_eager_steps_are_logged(make, caplog):
     assert "NaN or infinity in the inputs, the forward pass and the loss" in caplog.text
 
 
+@pytest.mark.parametrize("make", [_keras, _v1])
+def test_a_loaded_state_is_logged_as_another_run(make, caplog):
+    """Events that the optimizer logged before do not hide those of the run that it continues."""
+    optimizer, other = make(), make()
+    _run(other, [NAN] * 31)
+    _run(optimizer, [NAN] * 30)
+    caplog.clear()
+    optimizer.load_state_dict(other.state_dict())
+    _run(optimizer, [NAN])
+    assert _events(caplog) == [("stuck at min_scale", 32)]
+
+
 @pytest.mark.parametrize(
     ("callbacks", "events"),
     [((), [("stuck at min_scale", 40)]), ((LossScaleLogger,), [("bad_loss", None), ("stuck at min_scale", 20)])],

@@ -99,6 +99,11 @@ def _average_at_once(loop, info):
     loop.ema[0].weight.data.lerp_(loop.model[0].weight.data, 0.5).add_(1.0)
 
 
+def _count_batches(loop, batch):
+    Loop.backward(loop, batch)
+    loop.ema.register_buffer("batches", torch.tensor(batch + 1))
+
+
 def _step_by_itself(loop, batch):
     loop.optimizer.zero_grad()
     loop.backward(batch)
@@ -145,6 +150,7 @@ def _freeze(loop, batch):
 WRONG = [
     ("follow", lambda loop, info: loop.scheduler.step(), r"skipped, but scheduler.*follow applied steps only"),
     ("follow", _average_at_once, r"step 0 was to be skipped, but ema\.0\.weight changed"),
+    ("backward", _count_batches, r"but ema\.batches went from 0 to 1;.*keep a counter of batches outside of the model"),
     ("keeps_buffers", False, r"step 0 was to be skipped, but model\.1\..*protect buffers"),
     ("step", _step_by_itself, r"step 0 was applied although its losses were infinite"),
     (

@@ -21,6 +21,7 @@ from lossscale_core import (
     state_to_dict,
 )
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
+from tests.core.own_policies import BareAdditiveScaling
 from tests.strategies import flags, overflow_traces, policies
 
 TORCHS = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
@@ -115,6 +116,35 @@ def test_a_new_run_logs_its_events_again():
         for each in (late, late, early):
             watch.log(FIXED, each)
     assert [record.steps for record in records] == [30, 25]
+
+
+def test_a_healthy_run_does_not_judge_the_next_one():
+    """The skips at the start of another run are not those of the steps since a look at the first run."""
+    watch = ScaleWatch()
+    with _logged_records() as records:
+        for runs, first_look in (("50T", 10), ("14F 70T", 30)):
+            state = TORCHS.init_state()
+            for step, finite in enumerate(flags(runs), 1):
+                state = TORCHS.update(state, finite)
+                if step >= first_look:
+                    watch.log(TORCHS, state)
+    assert records == []
+
+
+class Unbounded(BareAdditiveScaling):
+    """A policy whose bounds are no loss scales."""
+
+    min_scale, max_scale, backoff_factor = 0.0, math.inf, 0.5
+
+
+@pytest.mark.parametrize("policy", [Unbounded(), DynamicScaling()])
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_watch_goes_on_after_a_state_that_no_policy_reaches(policy, scale):
+    """The next state is judged as the first of a run; bounds may be any numbers."""
+    watch, state = ScaleWatch(), policy.init_state()
+    assert watch.diagnose(policy, state._replace(loss_scale=np.float32(scale))).startswith("broken: ")
+    overflow = state._replace(loss_scale=state.loss_scale / 2, steps=np.int32(1), skipped_steps=np.int32(1))
+    assert watch.diagnose(policy, overflow) == diagnose(policy, overflow)
 
 
 def test_a_watch_reads_a_state_of_arrays():
