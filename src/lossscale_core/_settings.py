@@ -126,7 +126,7 @@ def check_setting(name: str, value: Any) -> Any:
         PolicyError: The value breaks the rule; the message names the value, the rule and what to do.
         KeyError: `name` is not a setting.
     """
-    if name in _ARGUMENTS and getattr(value, "shape", None) == () and hasattr(value, "item"):
+    if name in _ARGUMENTS and getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "item"):
         value = value.item()  # one number in an array of any framework
     return (RULES.get(name) or _ARGUMENTS[name]).validate(name, value)
 

@@ -28,7 +28,7 @@ def clip(
     """Unscale and clip; return the norm before clipping. A guarded optimizer, if fused, clips by its own kernel."""
     if not optimizers:
         raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
-    limit, order = _max_norm(max_norm), float(norm_type)
+    limit, order = float(check_setting("max_norm", max_norm)), float(norm_type)
     if not order > 0.0:
         raise PolicyError(f"norm_type={describe(norm_type)} must be above 0; pass 2.0, or math.inf for the largest")
     if not scaler.is_enabled():
@@ -132,9 +132,3 @@ def _clip_factor(norm: float | Tensor, max_norm: float) -> float | Tensor:
         return 1.0
     factor = max_norm / (norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_
     return factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(1.0, factor)
-
-
-def _max_norm(value: Any) -> float:
-    """Return the number to clip to; raise `PolicyError` for one that gradients cannot be clipped to."""
-    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    return float(value if type(value) is float and value >= 0.0 else check_setting("max_norm", value))

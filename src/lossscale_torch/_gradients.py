@@ -218,11 +218,7 @@ def names_of(optimizer: Optimizer) -> list[str]:
 
 def has_gradients(optimizer: Optimizer) -> bool:
     """Return whether a parameter of an optimizer has a gradient."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                return True
-    return False
+    return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
 
 def values_of(grad: Tensor) -> Tensor:
@@ -267,19 +263,13 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _grads_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Return the gradients of optimizers' parameters, in order; raise torch's `AssertionError` for another type."""
+    """Return the gradients of optimizers' parameters, in order."""
     params: list[Any] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             params += group["params"]
     params = params if len(optimizers) == 1 else list(dict.fromkeys(params))  # several may share one
-    try:
-        return [grad for param in params if (grad := param.grad) is not None]
-    except AttributeError:
-        for param in params:
-            if not isinstance(param, Tensor):
-                raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}") from None
-        raise
+    return [grad for param in params if (grad := param.grad) is not None]
 
 
 def _is_one_bucket(grads: list[Tensor]) -> bool:
@@ -302,7 +292,11 @@ def _make_writable(param: Tensor) -> Any:
     """Return a parameter's gradient with values that can be changed in place; replace `.grad` if necessary."""
     grad: Any = param.grad
     if is_dtensor(grad):
-        param.grad = _reduce_partial_sums(grad)
+        if any(placement.is_partial() for placement in grad.placements):  # the sum of finite parts may be infinite
+            from torch.distributed.tensor import Replicate
+
+            placements = [Replicate() if each.is_partial() else each for each in grad.placements]
+            param.grad = grad.redistribute(placements=placements)
     elif grad.is_conj():
         param.grad = grad.resolve_conj()
     elif grad.is_sparse and not grad.is_coalesced():
@@ -313,15 +307,6 @@ def _make_writable(param: Tensor) -> Any:
             "keep its parameter dense, or in torch.sparse_coo"
         )
     return param.grad
-
-
-def _reduce_partial_sums(grad: Any) -> Any:
-    """Return a DTensor without partial sums, since each partial sum may be finite and the total infinite."""
-    if not any(placement.is_partial() for placement in grad.placements):
-        return grad
-    from torch.distributed.tensor import Replicate
-
-    return grad.redistribute(placements=[Replicate() if each.is_partial() else each for each in grad.placements])
 
 
 def _count_copies(layout: Any, groups: list[Any]) -> int:

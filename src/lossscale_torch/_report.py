@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from lossscale_core.adapters import OverflowReport
 from lossscale_torch._gradients import at_least_float32, values_of
+from lossscale_torch._record import read_numbers
 from lossscale_torch._verbs import all_finite
 
 
@@ -31,15 +32,19 @@ def overflow_report(
     Raises:
         TypeError: `named_parameters` is not made of pairs of a name and a parameter.
     """
-    bad, names = [], []
-    for name, param in pairs(named_parameters, "overflow_report"):
-        if param.grad is not None:
-            names.append(name)
-            values = values_of(param.grad.detach())
-            if not bool(torch.isfinite(values).all()):
-                bad.append((name, at_least_float32(values).cpu().numpy()))
+    names, bad = bad_gradients(pairs(named_parameters, "overflow_report"))
+    arrays = [(name, at_least_float32(values).cpu().numpy()) for name, values in bad]
     is_loss_finite = None if loss is None else bool(all_finite(loss))
-    return OverflowReport(bad, loss_finite=is_loss_finite, checked=len(names), in_order=names)
+    return OverflowReport(arrays, loss_finite=is_loss_finite, checked=len(names), in_order=names)
+
+
+def bad_gradients(named: Iterable[tuple[str, Any]]) -> tuple[list[str], list[tuple[str, Tensor]]]:
+    """Return the names of all gradients, and the values of those that are not finite. Waits once."""
+    gradients = [(name, values_of(param.grad.detach())) for name, param in named if param.grad is not None]
+    flags = [torch.isfinite(values).all() for _, values in gradients]
+    are_finite = read_numbers(flags, flags[0].device) if flags else []
+    bad = [pair for pair, is_finite in zip(gradients, are_finite, strict=True) if not is_finite]
+    return [name for name, _ in gradients], bad
 
 
 def pairs(named_parameters: object, caller: str) -> list[tuple[str, Tensor]]:

@@ -698,6 +698,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
 
+    @not_compiled
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         """Make the scale on a device; later calls, as Accelerate's, do nothing."""
         if self._state.scale is None:

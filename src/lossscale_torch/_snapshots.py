@@ -137,10 +137,7 @@ def _used_devices() -> Iterable[tuple[Any, int]]:
 def _can_be_written(buffer: Tensor) -> bool:
     if is_lazy(buffer) or buffer.layout is not torch.strided or buffer.is_inference() or buffer.is_quantized:
         return False
-    if buffer.is_contiguous():
-        return True
-    strides = buffer.stride()  # one of 0 repeats the elements of an expanded tensor
-    return 0 not in strides or all(n or size <= 1 for n, size in zip(strides, buffer.shape, strict=True))
+    return buffer.is_contiguous() or torch._debug_has_internal_overlap(buffer) != 1  # an expanded tensor repeats itself
 
 
 def _is_cache(module: Module, name: str, now: Tensor | None, buffer: Tensor) -> bool:

@@ -52,11 +52,7 @@ def scale(loss: Any, state: ScaleState) -> Any:
         TypeError: A leaf of `loss` is not a number, or `state` is not a state.
     """
     loss_scale = loss_scale_of(state, "scale(loss, state)")
-
-    def scale_leaf(leaf: Any) -> Tensor | None:
-        return None if leaf is None else scaled(_as_tensor(leaf), loss_scale)
-
-    return tree.map_leaves(scale_leaf, loss)
+    return tree.map_leaves(lambda leaf: None if leaf is None else scaled(_as_tensor(leaf), loss_scale), loss)
 
 
 def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:

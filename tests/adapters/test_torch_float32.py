@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 
 import pytest
 import torch
@@ -279,8 +278,8 @@ def test_a_plan_takes_a_scale_of_one_and_tells_of_the_worst_batch():
     assert float32_plan(model, loss_fns, at_least=2.0).modules
 
 
-def test_a_plan_fits_all_batches_and_changes_nothing(monkeypatch, capsys):
-    """Of three batches one is quiet; gradients, buffers and random states stay; a terminal shows what is added."""
+def test_a_plan_fits_all_batches_and_changes_nothing():
+    """Of three batches one is quiet; gradients, buffers and random states stay."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))
     nn.init.constant_(model[1].weight, 10.0)
@@ -288,11 +287,9 @@ def test_a_plan_fits_all_batches_and_changes_nothing(monkeypatch, capsys):
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     loss_fns = [_loss_fn(model, factor * x) for factor in (1.0, 1e4, -1e4)]
     plan = float32_plan(model, loss_fns)
     assert plan.modules == ("1",)
-    assert capsys.readouterr().err == "forward: overflows in 1 (aten.addmm); the loss is nan: keeping 1 in float32\n"
     assert all((param.grad == 1).all() for param in model.parameters())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

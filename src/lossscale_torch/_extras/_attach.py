@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lossscale_core.adapters import warn_caller
 from lossscale_torch._gradients import at_least_float32, is_dtensor
-from lossscale_torch._versions import not_compiled
 
 if TYPE_CHECKING:
     from lossscale_torch._scaler import GradScaler
@@ -35,7 +34,7 @@ class Attach:
             return _Attach.apply(x, loss, torch.ones((), device=loss.device) if scale is None else scale, None)
         state = scaler._state  # torch's name of its scale is a property, which cannot be compiled
         if state._scale is None:
-            _place(scaler, loss.device)
+            scaler._lazy_init_scale_growth_tracker(loss.device)
         return _Attach.apply(x, loss, state._scale, None if is_compiling else scaler)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Attach":
@@ -68,11 +67,6 @@ class _Attach(torch.autograd.Function):
             )
         device, dtype = ctx.kind
         return grad, ctx.scale.to(device, dtype, copy=True), None, None
-
-
-@not_compiled
-def _place(scaler: "GradScaler", device: torch.device) -> None:
-    scaler._lazy_init_scale_growth_tracker(device)
 
 
 def _require_floats(value: object, name: str) -> None:

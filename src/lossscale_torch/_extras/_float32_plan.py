@@ -5,7 +5,6 @@ import fnmatch
 import functools
 import itertools
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -211,8 +210,6 @@ def float32_plan(
             names = names[:-1] if overflow.kind == "error" else [each for each in names if not _is_in(first, each)]
             names = forward[0] if forward else names
             break
-        if sys.stderr.isatty():
-            print(f"{text}: keeping {place} in float32", file=sys.stderr)
         names = [*(name for name in names if not _is_in(name, place)), place]
     else:
         names = search.minimal(names, at_least)

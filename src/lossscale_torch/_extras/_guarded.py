@@ -15,9 +15,9 @@ from lossscale_core import SpikeGuard
 from lossscale_core.adapters import check_setting, describe, locate_fault, log_event
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
-from lossscale_torch._gradients import names_of, params_of, values_of
-from lossscale_torch._record import LEGACY, kind_of, read_numbers
-from lossscale_torch._report import pairs
+from lossscale_torch._gradients import names_of, params_of
+from lossscale_torch._record import LEGACY, kind_of
+from lossscale_torch._report import bad_gradients, pairs
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._state import DeviceFields, is_capturing
 from lossscale_torch._step_info import StepInfo
@@ -182,7 +182,7 @@ class GuardedWatch(Watch):
             if info.spiked and step.norm is not None:
                 cause = f"its gradient norm of {step.norm.item():g} is far above those before"
             else:
-                cause = self._locate_fault(scaler, step.optimizer)
+                cause = self._locate_fault(step.optimizer)
             if self.raises:
                 raise OverflowStreakError(
                     f"step {self.steps} of {name} was not taken: {cause}. Parameters and the optimizer's state are as "
@@ -199,14 +199,11 @@ class GuardedWatch(Watch):
                 f"max_streak={limit}; look at the loss, the learning rate and the data"
             )
 
-    def _locate_fault(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> str:
+    def _locate_fault(self, optimizer: torch.optim.Optimizer) -> str:
         names = itertools.chain(self.names, itertools.repeat("a parameter that was added later"))
-        named = [pair for pair in zip(names, params_of(optimizer), strict=False) if pair[1].grad is not None]
-        flags = [torch.isfinite(values_of(param.grad)).all() for _, param in named]
-        are_finite = read_numbers(flags, scaler._scale.device)
-        bad = [name for (name, _), is_finite in zip(named, are_finite, strict=True) if not is_finite]
-        checked = {name for name, _ in named}
-        return locate_fault(bad or ["another rank"], [name for name in self.in_order if name in checked])
+        checked, bad = bad_gradients(zip(names, params_of(optimizer), strict=False))
+        in_order = [name for name in self.in_order if name in {*checked}]
+        return locate_fault([name for name, _ in bad] or ["another rank"], in_order)
 
     def _is_time(self) -> bool:
         return not self.has_logged or self.steps % CHECK_EVERY == 0

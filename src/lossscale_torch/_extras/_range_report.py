@@ -137,8 +137,8 @@ class RangeReport(NamedTuple):
             advice = f"keep {overflow.module} in float32 before you choose a scale: float32_plan(model, loss_fn)"
         return [
             f"backward: overflows above a loss scale of {power_of(limit)}, first in {self.overflows_first}",
-            f"gradient elements that flush to zero: {_percent(self.flushed)} at {init_scale}, "
-            f"{_percent(self.flushed_at_one)} at 1",
+            f"gradient elements that flush to zero: {100 * self.flushed:.3g} % at {init_scale}, "
+            f"{100 * self.flushed_at_one:.3g} % at 1",
             advice,
         ]
 
@@ -374,7 +374,3 @@ def _room(record: OperationRange) -> float:
 def power_of(scale: float) -> str:
     exponent = math.log2(scale)
     return f"2**{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
