@@ -136,7 +136,7 @@ class OptimizerSteps(defaultdict[int, OptimizerStep]):
             params = [] if claim.optimizer is None else params_of(claim.optimizer)
             for param in owners.keys() & {*params}:
                 owner, optimizer = owners[param], owners[param].optimizer
-                is_divided = owner.has_divided and not owner.has_dropped and param.grad is not None
+                is_divided = owner.has_divided and param.grad is not None
                 is_wrapped = optimizer.param_groups is claim.optimizer.param_groups
                 if owner is not claim and (is_wrapped or (is_divided and BaseScaling.of(policy).scales_losses)):
                     name = dict(zip(params, names_of(claim.optimizer), strict=True))[param]

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import operator
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -166,6 +167,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         self._loss_is_optional = bool(self._waiting.optimizers)
         self._needs_new_loss = False  # True if a state was loaded since a loss was scaled
         self._half_gradients = half_gradients
+        self._mark = uuid.uuid4().hex  # of losses that this scaler has scaled; a tensor with it can be saved
         self._hooks, self._guard = require_hooks(hooks, guard)
         self._needs_norm = self._guard is not None or any(hook.needs_norm for hook in self._hooks)
         self._undoing: list[Hook] = [self._waiting] if self._waiting.optimizers else []
@@ -219,12 +221,12 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             if state._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             scaled_by = getattr(outputs, "_scaled_by", ())
-            if id(self) in scaled_by:
+            if self._mark in scaled_by:
                 raise CallOrderError("this loss is scaled already, and its gradients would be too large; scale it once")
             self._note_loss(outputs)
             loss = outputs if outputs.dtype.itemsize >= 4 else at_least_float32(outputs)
             scaled: Any = loss * to_device(state._scale, loss.device)
-            scaled._scaled_by = (*scaled_by, id(self))
+            scaled._scaled_by = (*scaled_by, self._mark)
             return scaled
         if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
             return tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs)
@@ -537,7 +539,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             if step["stage"] is STEPPED:
                 step.has_divided = False  # other gradients follow
             elif step.has_divided and not has_gradients(step.optimizer):
-                step.has_dropped = True
+                step.has_divided, step.has_dropped = False, True
 
     def _open(self, optimizer: Optimizer, caller: str) -> OptimizerStep:
         """Return the record of an optimizer; raise torch's errors if it was unscaled or stepped before."""
@@ -589,7 +591,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         if step["stage"] is UNSCALED and unscales:
             called = "unscale_() has already been called on this optimizer since the last update()."
             raise RuntimeError(f"{called}{_IF_INTERRUPTED}")
-        if step.has_dropped:
+        if step.has_dropped and has_gradients(step.optimizer):
             raise CallOrderError(
                 f"{caller}() was given gradients that are still scaled: those that unscale_() divided were dropped, "
                 "and another loss was scaled since; end the first step by scaler.skip(optimizer) and scaler.update()"
@@ -839,7 +841,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
                 "protect= or optimizers=, and pass it the state_dict() of this one"
             )
         own = copy.deepcopy({name: getattr(self, name) for name in names})
-        return {**state, **own, "_steps": OptimizerSteps(OptimizerStep), "_losses": []}
+        return {**state, **own, "_mark": uuid.uuid4().hex, "_steps": OptimizerSteps(OptimizerStep), "_losses": []}
 
 
 def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:

@@ -257,18 +257,21 @@ class Waiting(Hook):
 
     def leave_out(self, records: Mapping[int, OptimizerStep]) -> Mapping[int, OptimizerStep]:
         """Return the records of an update: all but those of unscaled gradients that wait, if others took part."""
-        waiting = self._unscaled(records.values())
-        return {key: step for key, step in records.items() if step not in waiting} or records
+        return {
+            key: step
+            for key, step in records.items()
+            if (step.flags or step["stage"] is not READY) and not self._is_unscaled(step)
+        } or records
 
-    def _unscaled(self, steps: Iterable[OptimizerStep]) -> list[OptimizerStep]:
-        return [step for step in steps if step["stage"] is UNSCALED and _is_among(step.optimizer, self.optimizers)]
+    def _is_unscaled(self, step: OptimizerStep) -> bool:
+        return step["stage"] is UNSCALED and _is_among(step.optimizer, self.optimizers)
 
     @torch.no_grad()
     def rescale(self, scaler: "GradScaler", factor: float | Tensor) -> None:
         """Multiply scaled gradients that wait by a factor. Does not synchronise."""
         if isinstance(factor, Tensor) or factor != 1.0:
-            begun = [step.optimizer for step in scaler.optimizer_steps() if step["stage"] is not READY]
-            Gradients([each for each in self.optimizers if not _is_among(each, begun)]).multiply_(factor)
+            divided = [step.optimizer for step in scaler.optimizer_steps() if step.has_divided]
+            Gradients([each for each in self.optimizers if not _is_among(each, divided)]).multiply_(factor)
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
         """Give all gradients that wait the new scale. Does not synchronise."""
@@ -278,12 +281,14 @@ class Waiting(Hook):
     @torch.no_grad()
     def abandon(self, scaler: "GradScaler") -> None:
         """Scale unscaled gradients again; an overflow that a joint clip has found will be found again."""
-        steps = self._unscaled(scaler.optimizer_steps())
-        Gradients([step.optimizer for step in steps]).multiply_(scaler._scale)
-        for step in steps:
-            step["stage"] = READY
+        steps = [step for step in scaler.optimizer_steps() if self._is_unscaled(step)]
+        divided = [step for step in steps if step.has_divided]
+        Gradients([step.optimizer for step in divided]).multiply_(scaler._scale)
+        for step in divided:
             is_finite = step.is_allowed(scaler._scale.device)
             Gradients([step.optimizer]).multiply_(torch.where(is_finite, 1.0, math.inf))
+        for step in steps:
+            step["stage"] = READY
 
     def __reduce__(self) -> Any:
         return Waiting, ()
@@ -292,7 +297,7 @@ class Waiting(Hook):
 def _is_among(optimizer: Optimizer | None, others: Iterable[Optimizer | None]) -> bool:
     """Return whether an optimizer is one of others, which may be wrappers; those share the list of groups."""
     groups = getattr(optimizer, "param_groups", None)  # a record of another package may have no optimizer
-    return any(getattr(other, "param_groups", ()) is groups for other in others)
+    return any(other is optimizer or getattr(other, "param_groups", ()) is groups for other in others)
 
 
 class _Callback:

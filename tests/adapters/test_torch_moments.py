@@ -1,5 +1,7 @@
 """Every public method at every moment of a step: the errors are torch's, and the next step is right."""
 
+import io
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from lossscale_core import DynamicScaling
 from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import CALLS, EITHER_KIND, one, take_step
+from tests.adapters.torch_steps import CALLS, COPIES, EITHER_KIND, one, take_step
 
 
 def _interrupt(scaler, optimizer):
@@ -143,6 +145,21 @@ def test_two_scalers_may_scale_one_loss():
     for scaler in (first, second):
         with pytest.raises(CallOrderError, match="scaled already"):
             scaler.scale(loss)
+
+
+@COPIES
+def test_the_mark_of_a_scaled_loss_names_one_scaler(copied):
+    """A copy of the loss has the mark; a copy of the scaler has another one, and so have scalers made later."""
+    scaler = GradScaler("cpu", 2.0)
+    loss = copied(scaler.scale(torch.ones(())))
+    with pytest.raises(CallOrderError, match="scaled already"):
+        scaler.scale(loss)
+    loss = copied(scaler).scale(loss)
+    for _ in range(3):  # with the `id` of the scaler before
+        loss = GradScaler("cpu", 2.0).scale(loss)
+    torch.save(loss, file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file) == 2.0**5
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.torch_steps import EITHER_KIND, INF, one, ready, take_step
+from tests.adapters.test_torch_differences import _Delegating
+from tests.adapters.torch_steps import CALLS, EITHER_KIND, INF, one, ready, take_step
 
 MAX_NORM = 0.5
 
@@ -145,19 +146,27 @@ def test_a_recorded_graph():
     assert second.grad.item() == scaler.get_scale() == 64.0 * 2**3
 
 
+class _Listing(_Delegating):
+    """A wrapper that makes a new list of groups at each access, as Megatron's chained optimizers do."""
+
+    param_groups = property(lambda self: [*self._inner.param_groups])
+
+
+@pytest.mark.parametrize("wrap", [list, lambda optimizers: [*map(_Listing, optimizers)]])
 @pytest.mark.parametrize("new_scale", [None, 8.0])
 @pytest.mark.parametrize("way", ["update", "load", "left"])
 @EITHER_KIND
-def test_gradients_that_were_unscaled_early_wait_scaled(fused, way, new_scale):
+def test_gradients_that_were_unscaled_early_wait_scaled(fused, way, new_scale, wrap):
     """An update, a state that is loaded, and attempts that are left multiply them again, each parameter once."""
     params, optimizers = zip(*(one(fused) for _ in range(3)), strict=True)
     optimizers[1].add_param_group({"params": [params[2]]})
+    optimizers = wrap(optimizers)
     scaler = ready(init_scale=4.0, growth_interval=1, optimizers=optimizers)
     for param in params:
         param.grad = torch.full((1,), 4.0)
     tries = scaler.attempts() if way == "left" else [None]
     for _ in tries:
-        scaler.unscale_and_clip_([*optimizers[1:]], INF)
+        scaler.unscale_and_clip_(optimizers[1:], INF)
         if way == "update":
             scaler.step(optimizers[0])
             assert scaler.update(new_scale).applied
@@ -167,6 +176,36 @@ def test_gradients_that_were_unscaled_early_wait_scaled(fused, way, new_scale):
     elif way == "load":
         scaler.load_state_dict({**scaler.state_dict(), **dict.fromkeys(("scale", "loss_scale"), new_scale or 4.0)})
     assert [param.grad.item() for param in params[1:]] == [scaler.get_scale()] * 2
+
+
+@pytest.mark.parametrize("calls", [["step"], ["skip"], ["unscale_", "skip"], ["unscale_"]])
+@EITHER_KIND
+def test_gradients_that_come_after_a_step_wait(fused, calls):
+    """Those of a second loss, before the update that changes the scale, follow it."""
+    (param, optimizer), (other_param, other) = one(fused), one(fused)
+    scaler = ready(init_scale=64.0, growth_interval=1, optimizers=[optimizer, other])
+    param.grad = torch.full((1,), 64.0)
+    for call in calls:
+        getattr(scaler, call)(optimizer)
+    param.grad = None
+    scaler.scale(torch.ones(()))
+    param.grad, other_param.grad = torch.full((1,), 64.0), torch.full((1,), 64.0)
+    scaler.step(other)
+    scaler.update()
+    assert param.grad.item() == scaler.get_scale() == 128.0
+
+
+@pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
+@EITHER_KIND
+def test_an_update_ends_an_interrupted_step(fused, call):
+    """An optimizer without gradients takes no part, so that the other one does not wait for it."""
+    (param, optimizer), (_, other) = one(fused), one(fused)
+    scaler = ready(init_scale=64.0, optimizers=[optimizer, other])
+    param.grad = torch.full((1,), 64.0)
+    for each in (optimizer, other):
+        CALLS[call](scaler, each)
+    assert not scaler.update()
+    assert not scaler.optimizer_steps()
 
 
 @pytest.mark.parametrize("is_joint", [False, True])
