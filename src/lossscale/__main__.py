@@ -15,10 +15,10 @@ def main() -> None:
     Raises:
         SystemExit: The command is done; the status is 2, after a message on stderr, for invalid input.
     """
-    if sys.argv[1:] == ["--version"]:
-        print(versions())
-        return
     try:
+        if sys.argv[1:] == ["--version"]:
+            print(versions(), flush=True)
+            return
         from lossscale.cli import parse
 
         execute = parse()
@@ -33,6 +33,9 @@ def main() -> None:
             f"or in a clone: pip install '.[{extra}]'",
             file=sys.stderr,
         )
+        sys.exit(2)
+    except OSError as error:
+        print(f"lossscale: stdout: {error.strerror}", file=sys.stderr)
         sys.exit(2)
     execute()  # outside, since a script has errors of its own
 

@@ -1,12 +1,11 @@
 """How the command is started, and what importing its package brings in, seen from a new process."""
 
-import platform
 import subprocess
 import sys
 
 import numpy as np
+import pytest
 
-import lossscale
 import lossscale_core
 
 
@@ -24,10 +23,13 @@ def test_the_command_without_its_extra_says_what_to_install():
     )
 
 
-def test_a_full_output_is_named():
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_full_output_is_named(option):
     """The output has no path, which the message names instead where a file has one."""
-    done = _python("-c", "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n" + _without("", "--help"))
-    assert (done.returncode, done.stderr) == (2, "lossscale: stdout: No space left on device; pass another path\n")
+    done = _python("-c", "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n" + _without("", option))
+    assert done.returncode == 2
+    assert done.stderr.startswith("lossscale: stdout: No space left on device")
+    assert done.stderr.count("\n") == 1
 
 
 def _without(packages, *arguments):
@@ -41,10 +43,8 @@ def _without(packages, *arguments):
 def test_the_version_needs_no_extra():
     """`lossscale --version` runs where only the core's requirements are installed, and names the frameworks."""
     done = _python("-c", _without("click matplotlib threadpoolctl", "--version"))
-    first, python, *frameworks = done.stdout.splitlines()
-    assert (first, done.stderr) == (f"lossscale {lossscale_core.__version__}", "")
-    assert python == f"python {platform.python_version()}"
-    assert f"numpy {np.__version__}" in frameworks
+    assert done.stdout.startswith(f"lossscale {lossscale_core.__version__}\npython 3.")
+    assert (f"\nnumpy {np.__version__}\n" in done.stdout, done.stderr) == (True, "")
 
 
 def test_the_cli_extra_is_enough_without_pictures(tmp_path, monkeypatch):
@@ -58,9 +58,3 @@ def test_the_cli_extra_is_enough_without_pictures(tmp_path, monkeypatch):
     done = _python("-c", _without("matplotlib threadpoolctl", "plot", "t.csv", "-o", "s.png"))
     assert done.returncode == 2
     assert "this command needs matplotlib, which is not installed; run: pip install 'lossscale[plot]'" in done.stderr
-
-
-def test_the_package_has_the_translator_and_the_version():
-    """The names of the core have one place, which is `lossscale_core`."""
-    assert lossscale.__all__ == ["__version__", "from_tool", "state_from_tool", "tools"]
-    assert lossscale.__version__ is lossscale_core.__version__
