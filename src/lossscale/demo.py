@@ -17,7 +17,6 @@ import lossscale_core as core
 
 DEFAULT_POLICY = core.DynamicScaling(growth_interval=10, max_scale=2.0**48)
 """A policy that grows much faster than in real training, so that the scale settles within a few hundred steps."""
-WEIGHTS = (1.0, 1e-3, 1e-4, 1e-5, 1e-6)
 _WIDTHS = (64, 64, 32, 10)
 _TRAINING_IMAGES, _BATCH_SIZE, _LEARNING_RATE = 1347, 512, 3e-3
 

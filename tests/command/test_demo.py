@@ -2,7 +2,6 @@
 
 import json
 
-import matplotlib.image
 import pytest
 from matplotlib.figure import Figure
 
@@ -48,27 +47,10 @@ def figures(monkeypatch):
     return saved
 
 
-def test_the_panels_show_the_runs(tmp_path, figures):
-    """The losses of each regime, smoothed; scales with their skipped steps; a weight for each run."""
-    dump_policy(DynamicScaling(init_scale=2.0**44, growth_interval=4, max_scale=2.0**48), tmp_path / "policy.toml")
-    succeed("demo", "--steps", 20, "--policy", "policy.toml", "--weight", "1e-2", cwd=tmp_path)
-    losses, scales, sweep = ({line.get_label(): line.get_xydata().T for line in axes.lines} for axes in figures[0].axes)
-    assert len(losses) == 4
-    assert all(len(steps) == 20 - 8 for steps, _ in losses.values())
-    steps, scale = scales["float16, your policy"]
-    assert steps.tolist() == [*range(20)]
-    assert (scale[0], scale[-1] < scale[0]) == (2.0**44, True)
-    skipped, at = scales["skipped step"]
-    assert at.tolist() == scale[skipped.astype(int)].tolist()
-    assert sweep["float32"][0].tolist() == [1.0, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6]
-    assert (sweep["float32"][1] > 0.0).all()
-    assert sweep["the other panels"][0].tolist() == [1e-2, 1e-2]
-
-
 def test_both_panels_of_a_trace_have_its_steps(tmp_path, figures):
-    """Also where the gradient norm of some steps is not known; norms of 0, which no logarithm shows, have no panel."""
+    """A cross at each skipped step, and the norms that are known; norms of 0 have no panel."""
     for known in (0.0, 1.0):
-        rows = [f"{step},8.0,False,{'' if step < 5 else known}\n" for step in range(10)]
+        rows = [f"{step},{8.0 - step / 2},{step == 3},{'' if step < 5 else known}\n" for step in range(10)]
         (tmp_path / "t.csv").write_text("step,scale,overflowed,norm\n" + "".join(rows))
         succeed("plot", "t.csv", "-o", "p.png", "--overwrite", cwd=tmp_path)
     without, both = (figure.axes for figure in figures)
@@ -76,6 +58,8 @@ def test_both_panels_of_a_trace_have_its_steps(tmp_path, figures):
     scale, norm = both
     assert norm.lines[0].get_xdata().tolist() == [5, 6, 7, 8, 9]
     assert scale.get_xlim() == norm.get_xlim()
+    steps, crosses = scale.lines
+    assert (steps.get_xdata().tolist(), crosses.get_xydata().tolist()) == ([*range(10)], [[3.0, 6.5]])
 
 
 def test_the_command_leaves_a_table_pictures_and_a_trace(tmp_path):
@@ -85,15 +69,10 @@ def test_the_command_leaves_a_table_pictures_and_a_trace(tmp_path):
     table, said = succeed("demo", "--steps", 20, "--policy", "policy.toml", "--out", "out/deep", cwd=tmp_path)
     rows = [line.split("  ")[0] for line in table.splitlines()]
     assert rows == ["regime", "float32", "float16, no scaling", "float16, fixed 64", "float16, your policy"]
-    assert all(len(line) <= 80 for line in table.splitlines())
-    assert "next: change the policy, and run: lossscale simulate out/deep/policy.toml out/deep/trace.csv" in said
+    assert "next: change the policy, and run: lossscale simulate policy.toml out/deep/trace.csv" in said
     found = json.loads(succeed("simulate", "policy.toml", "out/deep/trace.csv", "--json", cwd=tmp_path)[0])
     assert found["final_loss_scale"] == train(policy, "float16", 1e-5, 0, 20).final_scale
     assert found["skipped_steps"] > 0
-    wide, narrow = (matplotlib.image.imread(tmp_path / f"out/deep/demo{name}.png") for name in ("", "-narrow"))
-    assert wide.shape[1] > 2 * wide.shape[0]
-    assert narrow.shape[0] > 2 * narrow.shape[1]
-    assert narrow.shape[1] <= 720
 
 
 def test_the_demo_refuses_a_folder_with_results_before_it_trains(tmp_path):
@@ -101,12 +80,3 @@ def test_the_demo_refuses_a_folder_with_results_before_it_trains(tmp_path):
     (tmp_path / "trace.csv").write_text("mine")
     assert "trace.csv exists and is not overwritten" in refused(run("demo", "--out", ".", cwd=tmp_path))
     assert (tmp_path / "trace.csv").read_text() == "mine"
-
-
-def test_the_demo_leaves_its_own_policy_file_as_it_is(tmp_path):
-    """A policy file with comments that lies in the demo's folder keeps them, also with --overwrite."""
-    text = '# mine\nkind = "dynamic"\n'
-    (tmp_path / "policy.toml").write_text(text)
-    succeed("demo", "--policy", "policy.toml", "--out", ".", "--steps", 2, "--overwrite", cwd=tmp_path)
-    assert (tmp_path / "policy.toml").read_text() == text
-    assert (tmp_path / "trace.csv").exists()

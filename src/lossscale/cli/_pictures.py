@@ -1,4 +1,4 @@
-"""The command's pictures: the loss scale over the steps of a run, and the three panels of the demo.
+"""The command's pictures: the loss scale over the steps of a run, and the two panels of the demo.
 
 They have no background, and lines and text in colours that stand out from a light page and a dark one.
 """
@@ -27,7 +27,6 @@ _STYLE: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY),
     **{"savefig.transparent": True, "legend.framealpha": 0.0, "font.size": 13, "legend.fontsize": 11},
 }
-_SMOOTHING = 9
 
 
 def draw_trace(run: Trace, suffix: str) -> bytes:
@@ -45,29 +44,20 @@ def draw_trace(run: Trace, suffix: str) -> bytes:
         return _as_picture(figure, suffix)
 
 
-def draw_demo(runs: "dict[str, dict[float, Run]]", weight: float, seed: int, *, is_narrow: bool) -> bytes:
-    """Return the demo's three panels as a PNG, side by side or, for a phone, one above the other."""
+def draw_demo(runs: "dict[str, Run]", title: str) -> bytes:
+    """Return the demo's two panels as a PNG."""
     with rc_context(_STYLE):
-        figure = Figure(figsize=(6, 14) if is_narrow else (13.5, 5), layout="constrained")
-        figure.suptitle(f"Digits in float16: loss × {weight:g}, seed {seed}")
-        panels: Any = figure.subplots(3 if is_narrow else 1, 1 if is_narrow else 3)
-        losses, scales, sweep = panels
-        for (name, of_weight), line in zip(runs.items(), _LINES, strict=True):
-            loss, scale, skipped, _ = of_weight[weight].steps
-            window = np.ones(min(_SMOOTHING, len(loss)))
-            losses.plot(np.convolve(loss, window / len(window), mode="valid"), label=name, **line)
-            accuracies = [run.accuracy for run in of_weight.values()]
-            sweep.plot(list(of_weight), accuracies, marker="o", markersize=4, label=name, **line)
+        figure = Figure(figsize=(11, 5), layout="constrained")
+        figure.suptitle(title)
+        losses, scales = figure.subplots(1, 2)
+        for (name, run), line in zip(runs.items(), _LINES, strict=True):
+            loss, scale, skipped, _ = run.steps
+            losses.plot(loss, label=name, **line)
             if not np.all(scale == 1.0):
                 _draw_scale(scales, np.arange(len(scale)), scale, skipped, name, **line)
         losses.set(yscale="log", xlabel="step", ylabel="cross-entropy, before its weight", title="Training loss")
         scales.set(xlabel="step", title="Loss scale")
-        sweep.axvline(weight, color=_GREY, linewidth=0.8, label="the other panels")
-        sweep.set(xscale="log", ylim=(0.0, 1.02), ylabel="test accuracy", title="How small a loss survives")
-        sweep.set_xlabel("weight of the loss")
-        sweep.invert_xaxis()
         losses.legend()
-        sweep.legend(loc="lower left")
         return _as_picture(figure, "png")
 
 

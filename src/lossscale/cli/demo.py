@@ -1,8 +1,5 @@
 """The subcommand `lossscale demo`: train a small network in real float16, with and without loss scaling."""
 
-import io
-import itertools
-import sys
 from pathlib import Path
 
 import click
@@ -24,46 +21,36 @@ from lossscale_core.testing import TITLES
 def command(policy_file: Path | None, weight: float, seed: int, steps: int, out: Path, overwrite: bool) -> None:
     """Train a network in float16, with and without loss scaling.
 
-    The demo compares four runs, and repeats them with other weights of the loss. It prints a table, and writes
-    demo.png, demo-narrow.png for a phone, trace.csv and policy.toml to the --out folder.
+    The demo compares four runs. It prints a table, and writes demo.png, trace.csv and, without --policy, policy.toml to
+    the --out folder.
     """
-    if not weight <= 1.0:
-        raise click.UsageError("--weight nan must be a number from 1e-9 to 1; pass 1e-5 or leave it out")
     # Imported late, since matplotlib takes seconds.
     from lossscale.cli._pictures import draw_demo
-    from lossscale.demo import DEFAULT_POLICY, WEIGHTS, Run, regimes, train
+    from lossscale.demo import DEFAULT_POLICY, regimes, train
 
     policy = DEFAULT_POLICY if policy_file is None else load_policy(policy_file)
-    results = [out / name for name in ("demo.png", "demo-narrow.png", "trace.csv", "policy.toml")]
-    results = [each for each in results if policy_file is None or not each.exists() or not each.samefile(policy_file)]
+    results = [out / name for name in ("demo.png", "trace.csv", *(["policy.toml"] if policy_file is None else []))]
     require_new(*results, overwrite=overwrite)
     out.mkdir(parents=True, exist_ok=True)
-    weights = sorted({*WEIGHTS, weight}, reverse=True)
-    trained = regimes(policy)
-    runs: dict[str, dict[float, Run]] = {name: {} for name in trained}
-    jobs = list(itertools.product(trained.items(), weights))
-    terminal = sys.stderr if sys.stderr.isatty() else io.StringIO()  # elsewhere the bar would be a line of text
-    with click.progressbar(jobs, label="training", file=terminal) as bar:
-        for (name, (dtype, scaling)), each in bar:
-            runs[name][each] = train(scaling, dtype, each, seed, steps)
+    runs = {name: train(scaling, dtype, weight, seed, steps) for name, (dtype, scaling) in regimes(policy).items()}
     rows = [("regime", "accuracy", "zero", "skipped", "scale")]
-    for name, run in ((name, of_weight[weight]) for name, of_weight in runs.items()):
+    for name, run in runs.items():
         skipped, scale = str(int(run.steps[2].sum())), shown_number(run.final_scale)
         rows.append((name, f"{run.accuracy:.1%}", f"{run.zero:.1%}", skipped, scale))
-    say(f"Digits in float16: loss x {weight:g}, {steps} steps, seed {seed}")
+    title = f"Digits in float16: loss × {weight:g}, {steps} steps, seed {seed}"
+    say(title)
     print_table(rows)
     say("accuracy on test images; zero: gradient elements that are zero; skipped: steps that overflowed")
     trace = [
         (step, scale, skipped == 0.0, skipped == 1.0, False, None, largest, 0)
-        for step, (_, scale, skipped, largest) in enumerate(runs[name][weight].steps.T.tolist())
+        for step, (_, scale, skipped, largest) in enumerate(run.steps.T.tolist())
     ]
     contents: dict[str, str | bytes] = {
-        "demo.png": draw_demo(runs, weight, seed, is_narrow=False),
-        "demo-narrow.png": draw_demo(runs, weight, seed, is_narrow=True),
+        "demo.png": draw_demo(runs, title),
         "trace.csv": "".join(csv_lines(trace, TITLES)),
         "policy.toml": policy_text(policy, ".toml"),
     }
     for path in results:
         write_whole(path, contents[path.name], overwrite=overwrite)
-    say(f"wrote demo.png, demo-narrow.png, trace.csv and policy.toml to {out}")
-    say(f"next: change the policy, and run: lossscale simulate {out / 'policy.toml'} {out / 'trace.csv'}")
+    say(f"wrote {', '.join(path.name for path in results)} to {out}")
+    say(f"next: change the policy, and run: lossscale simulate {policy_file or results[2]} {results[1]}")
