@@ -109,8 +109,7 @@ class Recording:
                 file.write(text.encode())
         except OSError as error:  # a full disk must not end the training
             name, self._file = self._file, None
-            reason = f"{error.strerror}; make room, or pass another file"
-            self.say(f"the trace {name} ends at step {int(rows[0][0])}: {reason}")
+            self.say(f"the trace {name} ends at step {int(rows[0][0])}: {error.strerror}; pass another file")
 
     def _finish(self) -> None:
         self._write()
@@ -166,10 +165,8 @@ def start(policy: ScalingPolicy | None, trace: Path | None) -> None:
             setattr(module, name, scaler)
     amp: Any
     for device, amp in (("cuda", torch.cuda.amp), ("cpu", torch.cpu.amp)):
-        members = {
-            "__init__": functools.partialmethod(Recorded.__init__, device),
-            "__module__": amp.GradScaler.__module__,
-        }
+        init: Any = functools.partialmethod(Recorded.__init__, device)
+        members = {"__init__": init, "__module__": amp.GradScaler.__module__}
         amp.GradScaler = amp.grad_scaler.GradScaler = type("GradScaler", (Recorded,), members)
 
 

@@ -1,11 +1,13 @@
 """The execution of a script or module in this process, as `python SCRIPT` or `python -m MODULE` would execute it."""
 
-import importlib.util
 import os
+import runpy
 import sys
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
+
+from lossscale_core.errors import LossScaleError
 
 
 def execute(program: list[str], *, is_module: bool) -> None:
@@ -54,17 +56,11 @@ def _module(name: str) -> tuple[ModuleType, CodeType]:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     sys.argv[0] = "-m"  # while the packages above it are imported
+    find: Any = runpy._get_module_details  # type: ignore[attr-defined]  # as `python -m` and pdb do
     try:
-        spec: Any = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):
-            raise  # an import of the package itself failed
-        spec = None
-    code = spec.loader.get_code(spec.name) if hasattr(getattr(spec, "loader", None), "get_code") else None
-    if code is None:
-        print(f"lossscale: -m {name} is not a module with code; pass one, or a package with __main__", file=sys.stderr)
+        _, spec, code = find(name, LossScaleError)
+    except LossScaleError as error:
+        print(f"lossscale: -m {name}: {error}; pass a module, or a package with __main__", file=sys.stderr)
         sys.exit(2)
     main = ModuleType("__main__")
     vars(main).update(__file__=spec.origin, __builtins__=sys.modules["builtins"], __cached__=spec.cached)

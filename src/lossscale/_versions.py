@@ -7,10 +7,7 @@ import platform
 from lossscale_core import __version__
 
 # Other builds of a package have distributions of other names.
-_DISTRIBUTIONS = (
-    *("numpy", "torch", "jax", "optax", "flax", "tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"),
-    *("keras", "tf_keras"),
-)
+_DISTRIBUTIONS = ("numpy", "torch", "jax", "optax", "flax", "tensorflow", "tensorflow-cpu", "keras", "tf_keras")
 
 
 def versions() -> str:

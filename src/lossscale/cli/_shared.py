@@ -17,7 +17,6 @@ from lossscale_core.adapters import describe
 
 _MOST_PARTS = 2**19
 FILE = click.Path(path_type=Path)
-PICTURES = (".png", ".pdf", ".svg")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace results that are there already.")
 

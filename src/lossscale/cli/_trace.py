@@ -43,12 +43,10 @@ def read_trace(path: Path) -> Trace:
         UsageError: The file does not hold a row for each step, or has more than 2**20 steps.
         OSError: The file cannot be read.
     """
-    if path.suffix.lower() != ".csv":
-        raise click.UsageError(f"{path} must be a .csv file; pass one that lossscale run --trace wrote")
     rows = array("d")  # of all columns, one row after the other
-    scalers, cut = {0.0}, list[int]()
+    scalers, cut = {0.0}, 0
     with io.TextIOWrapper(open_file(path, "trace", LossScaleError), "utf-8-sig", errors="replace") as text:
-        lines = _rows(path, text)
+        lines = _rows(text)
         titles = next(lines, [])
         if missing := [name for name in ("step", "scale", "overflowed") if name not in titles]:
             has = shown_names(titles) or "nothing"
@@ -56,7 +54,7 @@ def read_trace(path: Path) -> Trace:
         places = [titles.index(name) if name in titles else None for name in TITLES]
         for number, line in enumerate(filter(any, lines), 2):
             if len(line) < len(titles):
-                cut.append(number)
+                cut = cut or number
                 continue
             row = _numbers(path, number, len(titles), places, line)
             scalers.add(row[_SCALER])
@@ -72,19 +70,16 @@ def read_trace(path: Path) -> Trace:
     if not np.any(_is_counted(applied, overflowed)):
         raise click.UsageError(f"{path} holds no steps; pass a trace with a row per step")
     if cut:  # by a full disk, or as a process was killed
-        others = f", and so are {len(cut) - 1} others" if len(cut) > 1 else ""
-        say(f"lossscale: warning: {path}: row {cut[0]} is ignored, since it may have been cut{others}")
+        say(f"lossscale: warning: {path}: rows that may have been cut are ignored, the first of them row {cut}")
     if len(scalers) > 1:
         say(f"lossscale: {path} has {len(scalers)} scalers; this is the first")
     applied = np.where(np.isnan(applied), overflowed != 1.0, applied == 1.0)
     return Trace(step, scale, applied, overflowed == 1.0, norm, largest)
 
 
-def _rows(path: Path, text: TextIO) -> Iterator[list[str]]:
-    """Yield the cells of each line, and only the first cell of a line without an end, which may have been cut."""
+def _rows(text: TextIO) -> Iterator[list[str]]:
+    """Yield the cells of each line, and only the first cell of a long line or one that may have been cut at its end."""
     while line := text.readline(_LONGEST_LINE):
-        if len(line) == _LONGEST_LINE and not line.endswith("\n"):
-            raise click.UsageError(f"{path} has a line of more than {_LONGEST_LINE} characters; pass a trace")
         cells = line.strip().replace('"', "").split(",")
         yield cells if line.endswith("\n") else cells[:1]
 

@@ -10,14 +10,7 @@ import click
 
 from lossscale.cli._shared import FILE, example, print_json, say, warnings_as_lines
 from lossscale.other_tools import state_from_tool, tools_of_checkpoint
-from lossscale_core import (
-    ScalingPolicy,
-    diagnose,
-    load_policy,
-    policy_from_dict,
-    state_from_dict,
-    state_to_dict,
-)
+from lossscale_core import ScalingPolicy, diagnose, load_policy, policy_from_dict, state_from_dict, state_to_dict
 from lossscale_core.adapters import describe, read_torch_keys, shown_names
 from lossscale_core.errors import CheckpointError
 from lossscale_core.files import open_file, read_data

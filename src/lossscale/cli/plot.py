@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from lossscale.cli._shared import FILE, OVERWRITE, PICTURES, example, require_new, say
+from lossscale.cli._shared import FILE, OVERWRITE, example, require_new, say
 from lossscale.cli._trace import read_trace
 from lossscale_core.files import write_whole
 
@@ -18,8 +18,8 @@ def command(trace: Path, output: Path, overwrite: bool) -> None:
 
     The picture also has the skipped steps and, if it is known, the gradient norm.
     """
-    if output.suffix.lower() not in PICTURES:
-        raise click.UsageError(f"-o {output} must end in {', '.join(PICTURES)}; pass such a name")
+    if output.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise click.UsageError(f"-o {output} must end in .png, .pdf or .svg; pass such a name")
     require_new(output, overwrite=overwrite)
     run = read_trace(trace)
     from lossscale.cli._pictures import draw_trace  # imported late: matplotlib takes a second

@@ -12,12 +12,8 @@ from lossscale.cli._trace import Trace, read_trace
 from lossscale_core import BaseScaling, ScalingPolicy, diagnose, policy_to_dict, testing
 from lossscale_core.adapters import shown_number
 
-_ONLY_FLAGS = (
-    "the trace has no gradient magnitudes, so that its overflows do not react to the scale; a real run may differ"
-)
-_WITH_MAGNITUDES = (
-    "a step overflows if its largest gradient, times the scale, exceeds {dtype}; or from its own overflow's scale on"
-)
+_ONLY_FLAGS = "without gradient magnitudes the overflows do not react to the scale; a real run may differ"
+_WITH_MAGNITUDES = "gradients overflow above {dtype}'s largest number; those that did in the trace, from that scale on"
 
 
 @click.command("simulate", epilog=example("lossscale simulate policy.toml scale.csv"))
