@@ -1,6 +1,5 @@
 """State dicts with any value in any place."""
 
-import json
 import warnings
 from decimal import Decimal
 
@@ -15,7 +14,6 @@ from lossscale_core import FixedScaling, NoScaling, state_from_dict
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 from lossscale_torch import GradScaler
 from tests.adapters.torch_steps import one, ready, take_step
-from tests.command.commanding import succeed
 
 LONGEST = 3000
 
@@ -36,8 +34,6 @@ BAD = {
     "shared tuples": _shared(30),
     "a signalling NaN": Decimal("sNaN"),
     "NaN": float("nan"),
-    "a list": [1.0],
-    "None": None,
     "a dict": {"a": _shared(30)},
     "bytes": bytearray(2**20),
     "a strided array": np.lib.stride_tricks.as_strided(np.zeros(1), (7,) * 12, (0,) * 12),
@@ -69,14 +65,6 @@ def test_a_bad_state_dict_leaves_the_scaler_as_it_was(bad, follows):
         if said[:1] == ["refused"]:
             assert repr(scaler.state_dict()) == repr(ours), said
         scaler.load_state_dict(ours)
-
-
-@pytest.mark.parametrize(("policy", "interval"), [("dynamic", 2000), (1024.0, 7), (None, 7)])
-def test_settings_of_torchs_that_a_policy_has_or_cannot_have(policy, interval):
-    """Nothing is said of them; a warning, of those that differ, would be an error here."""
-    scaler = GradScaler("cpu", policy=policy)
-    scaler.load_state_dict({**TORCHS, "scale": 1024.0, "growth_interval": interval})
-    assert scaler.get_scale() == 1024.0
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
@@ -126,7 +114,7 @@ def test_an_edited_key_of_torch_is_used(edit, policy, trace):
 
 
 @pytest.mark.parametrize(("name", "value"), [("loss_scale", 64.0), ("growth_tracker", 2), ("policy", 4)])
-def test_an_edit_of_our_key_alone_only_warns(name, value, tmp_path):
+def test_an_edit_of_our_key_alone_only_warns(name, value):
     """Every reader uses torch's number."""
     saved = GradScaler("cpu", 8.0, growth_interval=9).state_dict()
     edited = {**saved, name: {**saved["policy"], "growth_interval": value} if name == "policy" else value}
@@ -136,7 +124,3 @@ def test_an_edit_of_our_key_alone_only_warns(name, value, tmp_path):
     scaler = GradScaler("cpu")
     assert "which is used" in _loaded(scaler, edited)[0]
     assert scaler.state_dict() == saved
-    (tmp_path / "c.json").write_text(json.dumps(edited))
-    data, said = succeed("checkpoint", "c.json", cwd=tmp_path)
-    assert json.loads(data).items() <= saved.items()
-    assert "which is used" in said

@@ -70,11 +70,6 @@ def run(tmp_path_factory):
         process.stdin.close()
 
 
-def _launched(*launcher):
-    """Return a function that runs the command in a process of its own, started by a launcher."""
-    return lambda folder, *arguments: _python(folder, *launcher, *RUN, *arguments)
-
-
 def _traced(run, folder, script, *options):
     """Run a script with a trace to its end; return what it printed, and the rows of the trace."""
     (folder / "train.py").write_text(COMMON + textwrap.dedent(script))
@@ -113,9 +108,7 @@ threading.Thread(target=lambda: (threading.main_thread().join(), show())).start(
 ENDINGS = {
     "end": "",
     "error": 'try:\n    {}["a"]\nexcept KeyError as error:\n    raise ValueError("b") from error',
-    "missing": "import matplotlib.nowhere",
     "hook": 'sys.excepthook = lambda *error: print("hook", error[:2])\nraise ValueError',
-    "words": 'sys.exit("words")',
     "status": "sys.exit(3)",
     "interrupted": "raise KeyboardInterrupt",
     "forked": """
@@ -126,7 +119,6 @@ with multiprocessing.get_context("fork").Pool(1) as pool:
 """,
     "syntax": "x = (\n",
     "killed": "os.kill(os.getpid(), signal.SIGTERM)",
-    "at once": "os._exit(7)",
 }
 
 
@@ -137,7 +129,7 @@ def test_a_program_ends_as_it_does_without_us(run, tmp_path, how, options):
     expected = _python(tmp_path, "train.py", *options)
     done = run(tmp_path, "train.py", *options)
     assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
-    is_cut = how in ("killed", "at once") or done.returncode == 2  # after a usage error nothing is said of scalers
+    is_cut = how == "killed" or done.returncode == 2  # after a usage error nothing is said of scalers
     added = done.stderr.removeprefix(expected.stderr).splitlines()
     assert len(added) == (0 if is_cut else 1), done.stderr
     assert is_cut or added[0].startswith("lossscale: no scaler was updated in this process")
@@ -164,7 +156,7 @@ def test_a_program_that_is_not_there_is_named(run, tmp_path, program):
     (tmp_path / "package").mkdir()
     done = run(tmp_path, *program)
     assert done.returncode == 2
-    assert f"lossscale: {' '.join(program)} is not a" in done.stderr
+    assert done.stderr.startswith(f"lossscale: {' '.join(program)}: ")
     assert "Traceback" not in done.stderr
 
 
@@ -308,15 +300,10 @@ SIZES = """
 
 
 def test_what_is_measured(run, tmp_path):
-    """Not the gradients of a step that is left; and a norm beyond float16, twice the largest of four gradients.
-
-    A step without a loss is told at its line of the script.
-    """
-    done, rows = _traced(run, tmp_path, SIZES)
+    """Not the gradients of a step that is left; and a norm beyond float16, twice the largest of four gradients."""
+    _, rows = _traced(run, tmp_path, SIZES)
     assert [(row["gradient_max"], row["norm"]) for row in rows[1:]] == [("60000.0", "120000.0")]
     assert rows[0]["gradient_max"] == "1.0"
-    line = len((COMMON + SIZES.partition("    scaler.step(optimizer)\n\n")[0]).splitlines()) + 1
-    assert f"train.py:{line}: UserWarning: no loss was scaled" in done.stderr
 
 
 RESUMED = """
@@ -340,7 +327,7 @@ def test_a_resumed_run_continues_its_trace(run, tmp_path, cut, steps):
         _require_simulated(rows)
     data, said = succeed("simulate", "dynamic", "scale.csv", "--json", cwd=tmp_path)
     assert json.loads(data)["steps"] == steps
-    assert ("row 5 is ignored" in said) == (steps < 8)
+    assert ("cut are ignored, the first of them row 5" in said) == (steps < 8)
 
 
 LIGHTNING = f"""
@@ -374,7 +361,7 @@ DDP = """
 
 def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
     """The rank is that of the process group, and each rank says its diagnosis."""
-    done, rows = _traced(_launched(*TORCHRUN), tmp_path, DDP)
+    done, rows = _traced(lambda folder, *arguments: _python(folder, *TORCHRUN, *RUN, *arguments), tmp_path, DDP)
     assert not rows
     for rank in range(2):
         _require_simulated(_rows(tmp_path / f"scale.rank{rank}.csv"))
@@ -446,7 +433,6 @@ def test_a_second_command_on_a_trace_is_refused(run, tmp_path, has_updated):
         second = run(tmp_path, "--trace", "scale.csv", "train.py")
         assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
         assert "scale.csv; wait until it ends, or pass another file" in second.stderr
-        assert run(tmp_path, "--trace", "other.csv", "-m", "nowhere").returncode == 2
         first.communicate("go\n")
     before = (tmp_path / "scale.csv").read_text()
     assert before.count("\n") == 9 + 2 * has_updated
@@ -483,7 +469,7 @@ def test_a_full_disk_hides_no_diagnosis(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (90, 90))
         train(torch.amp.GradScaler("cpu", init_scale=8.0))
     """
-    done, _ = _traced(_launched(), tmp_path, script)
+    done, _ = _traced(lambda folder, *arguments: _python(folder, *RUN, *arguments), tmp_path, script)
     assert "scale.csv ends at step" in done.stderr
     assert "2 of 8 steps skipped" in done.stderr.splitlines()[-1]
 

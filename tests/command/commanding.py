@@ -3,17 +3,9 @@
 import contextlib
 import io
 import resource
-from typing import NamedTuple
+from subprocess import CompletedProcess
 
 from lossscale import cli
-
-
-class Done(NamedTuple):
-    """What a command left behind."""
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 @contextlib.contextmanager
@@ -34,8 +26,8 @@ def run(*arguments, cwd=".", room=None):
         try:
             cli.parse([*map(str, arguments)])
         except SystemExit as end:
-            return Done(end.code or 0, out.getvalue(), err.getvalue())
-    return Done(0, out.getvalue(), err.getvalue())
+            return CompletedProcess(arguments, end.code or 0, out.getvalue(), err.getvalue())
+    return CompletedProcess(arguments, 0, out.getvalue(), err.getvalue())
 
 
 def succeed(*arguments, cwd="."):

@@ -201,7 +201,7 @@ def test_a_wrong_policy_is_told_the_field_and_the_step(policy, sentence):
 
 
 @pytest.mark.parametrize("convert", [lambda count: count, np.asarray])
-def test_one_more_stops_at_the_largest_count(convert):
+def test_saturating_increment_stops_at_the_largest_count(convert):
     """Over the whole of int32, for a tracker is negative while a cooldown lasts; it keeps the dtype."""
     for count in (-(2**31), -(2**31) + 1, -(2**31) + 2, -3, -1, 0, 7, 2**31 - 2, 2**31 - 1):
         after = min(count + 1, 2**31 - 1)
