@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lossscale_torch import GradScaler
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.torch_steps import INF, one, ready
+from tests.adapters.torch_steps import INF, ready
 
 
 def _params(*grads):
@@ -115,19 +114,6 @@ def test_the_norm_that_no_host_reads(norm_type, size, dtype):
         exact = torch.linalg.vector_norm(torch.cat(grads).double() / loss_scale, norm_type).item()
         assert norm.item() == pytest.approx(exact, rel=1e-5, nan_ok=True) or not math.isfinite(exact)
         assert norm.isfinite() == all(bool((grad / loss_scale).isfinite().all()) for grad in grads)
-
-
-def test_order_and_disabled_mode():
-    """It counts as unscaling; no gradients have norm zero, and a disabled scaler just clips."""
-    params = _params(torch.full((4,), 8.0))
-    optimizer, scaler = SGD["foreach"](params), GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    scaler.unscale_and_clip_(optimizer, 1.0)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optimizer)
-    assert scaler.unscale_and_clip_(one()[1], 1.0).item() == 0.0
-    assert GradScaler("cpu", enabled=False).unscale_and_clip_(optimizer, 0.5).item() == pytest.approx(1.0)
-    torch.testing.assert_close(params[0].grad, torch.full((4,), 0.25))
 
 
 @EACH

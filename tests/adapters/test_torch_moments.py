@@ -162,18 +162,6 @@ def test_the_mark_of_a_scaled_loss_names_one_scaler(copied):
     assert torch.load(file) == 2.0**5
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_message_names_the_way_out_of_an_interrupted_step(call):
-    """It is `update`, and then a loop trains on."""
-    param, optimizer, scaler = _at("after a step", GradScaler, False, True)
-    _backward(scaler, optimizer)
-    with pytest.raises(RuntimeError, match=r"interrupted, end it by scaler\.update\(\)"):
-        (CALLS[call] if call != "step" else METHODS["step"])(scaler, optimizer)
-    scaler.update()
-    take_step(scaler, optimizer, 8.0)
-    assert param.item() == -1.0
-
-
 @EITHER_KIND
 @pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
 def test_steps_that_are_begun_and_not_finished_are_reported(call, fused, caplog):

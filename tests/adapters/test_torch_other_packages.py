@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from lossscale_core import SpikeGuard
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.torch_steps import EITHER_KIND, INF, one, take_step
@@ -71,17 +70,6 @@ def test_what_is_written_on_a_device_between_step_and_update():
         kept.fill_(4.0)
         scaler.load_state_dict(saved)
         assert scaler.get_scale() == kept.item() == 8.0
-
-
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_a_scale_that_is_set_at_each_update(device):
-    """mmengine's fixed loss scale; a spike is still no applied step, on the host and on the device."""
-    with Emulated("mps"):
-        (_, optimizer), scaler = one(True, device), GradScaler(device, init_scale=16.0, guard=SpikeGuard(warmup=2))
-        for size in (1.0, 1.0, 1.0, 1e4):
-            info = take_step(scaler, optimizer, size, new_scale=16.0)
-            assert bool(info.applied) == bool(info.applied_of(optimizer)) == (size == 1.0)
-            assert (bool(info.spiked), scaler.get_scale()) == (size == 1e4, 16.0)
 
 
 # -- subclasses and patches --------------------------------------------------------------------------------------------

@@ -330,28 +330,6 @@ def test_a_resumed_run_continues_its_trace(run, tmp_path, cut, steps):
     assert ("cut are ignored, the first of them row 5" in said) == (steps < 8)
 
 
-LIGHTNING = f"""
-    import warnings
-    warnings.simplefilter("ignore")
-    sys.path.append({ROOT!r})
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.plugins import MixedPrecision
-    from tests.adapters import test_torch_recipes as recipes
-
-    options = recipes._options(".", accelerator="cpu", plugins=[MixedPrecision("16-mixed", "cpu")])
-    data = torch.utils.data.DataLoader(recipes._data(), batch_size=None)
-    Trainer(**options, gradient_clip_val=1.0).fit(recipes._Lightning(bad={{2, 5}}), data)
-"""
-
-
-def test_a_trainer_is_traced(run, tmp_path):
-    """Lightning makes the scaler itself."""
-    dump_policy(POLICY, tmp_path / "policy.toml")
-    done, rows = _traced(run, tmp_path, LIGHTNING, "--policy", "policy.toml")
-    _require_simulated(rows)
-    assert "lossscale: healthy: 2 of 8 steps skipped" in done.stderr
-
-
 DDP = """
     torch.distributed.init_process_group("gloo")
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
@@ -366,17 +344,6 @@ def test_torchrun_writes_a_trace_for_each_rank(tmp_path):
     for rank in range(2):
         _require_simulated(_rows(tmp_path / f"scale.rank{rank}.csv"))
         assert f"lossscale: rank {rank}: healthy: 2 of 8" in done.stderr or "lossscale: healthy: 2 of 8" in done.stderr
-
-
-def test_ranks_of_another_launcher_have_a_trace_each(tmp_path):
-    """Their command lines are the same, and a command does not know its rank before the process group."""
-    group = f'"gloo", "file://{tmp_path}/group", rank=int(os.environ["RANK"]), world_size=2'
-    (tmp_path / "train.py").write_text(COMMON + textwrap.dedent(DDP).replace('"gloo"', group))
-    command = [sys.executable, *RUN, "--trace", "scale.csv", "train.py"]
-    ranks = [subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "RANK": rank}) for rank in "01"]
-    assert [rank.wait(300) for rank in ranks] == [0, 0]
-    for rank in range(2):
-        _require_simulated(_rows(tmp_path / f"scale.rank{rank}.csv"))
 
 
 FIRST = {

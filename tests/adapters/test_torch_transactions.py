@@ -52,18 +52,6 @@ def test_a_hook_that_raises_does_not_keep_the_others_from_their_work(point, fuse
     assert (attempt.number, bool(attempt.info)) == (2, True)
 
 
-def test_an_optimizer_that_raises_after_unscaling_was_not_applied():
-    """The update says so, and protected buffers come back."""
-    loop = Loop(protects=True)
-    before, loop.optimizer.step = loop.buffers(), _Raises("step").fail
-    loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
-    with pytest.raises(KeyError):
-        loop.scaler.step(loop.optimizer)
-    assert not loop.scaler.update().applied
-    assert same(before, loop.buffers())
-
-
 def _is_interrupted(call, line):
     """Call a function; return whether Ctrl-C came at a line of this package, which are counted as they run."""
     left = line
@@ -252,17 +240,6 @@ def test_an_optimizer_that_steps_in_a_gradient_hook_is_told():
     scaler.step(inner)
     with pytest.warns(UserWarning, match="an optimizer that steps in such a hook applies scaled gradients"):
         scaler.update()
-
-
-def test_parameters_that_are_written_between_steps_are_not_told():
-    """As by loading, or an average, while they are frozen."""
-    loop = Loop()
-    loop.model.requires_grad_(False)
-    for _ in range(3):
-        loop.backward(torch.ones(8, 4, requires_grad=True))
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.update()
-        loop.model.load_state_dict(loop.model.state_dict())
 
 
 def test_a_disabled_scaler_around_a_guarded_optimizer():
