@@ -25,7 +25,6 @@ RUNS = json.loads(Path(__file__).with_name("tool_runs.json").read_text())
 PLACED = [
     ("torch", {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7}),
     ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}),
-    ("apex", {"loss_scale": 8.0, "unskipped": 7}),
     ("apex", {"dynamic": True, "_loss_scale": 8.0, "_unskipped": 7, "_min_loss_scale": None}),
     ("deepspeed", {"loss_scaler": {"cur_scale": 8, "cur_iter": 1020, "last_overflow_iter": 11, "scale_window": 1000}}),
     ("deepspeed", {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 9, "dtype": "half"}),
