@@ -287,8 +287,9 @@ class Waiting(Hook):
         for step in divided:
             is_finite = step.is_allowed(scaler._scale.device)
             Gradients([step.optimizer]).multiply_(torch.where(is_finite, 1.0, math.inf))
-        for step in steps:
-            step["stage"] = READY
+        if self.leave_out(scaler._steps) is not scaler._steps:  # else the watch reports a step that was not finished
+            for step in steps:
+                step["stage"] = READY
 
     def __reduce__(self) -> Any:
         return Waiting, ()
