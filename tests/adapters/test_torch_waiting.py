@@ -205,7 +205,8 @@ def test_an_update_ends_an_interrupted_step(fused, call):
     for each in (optimizer, other):
         CALLS[call](scaler, each)
     assert not scaler.update()
-    assert not scaler.optimizer_steps() and "neither taken nor skipped" in scaler.diagnose()
+    assert not scaler.optimizer_steps()
+    assert "neither taken nor skipped" in scaler.diagnose()
 
 
 @pytest.mark.parametrize("is_joint", [False, True])
