@@ -3,6 +3,7 @@
 `GradScaler(hooks=[...])` takes hooks of your own. `guard=`, `protect=` and `process_group=` use those of this module.
 """
 
+import contextlib
 import functools
 import math
 import weakref
@@ -212,16 +213,16 @@ class Protect(Hook):
         roots = [modules] if isinstance(modules, Module) or not isinstance(modules, Iterable) else list(modules)
         self._saved: dict[Module, Buffers] = {}
         """The buffers of this step."""
-        self._handles: list[Any] = []
-        weakref.finalize(self, _remove, self._handles).atexit = False  # the hooks end with the scaler
+        undo = contextlib.ExitStack()
+        weakref.finalize(self, undo.close).atexit = False  # the hooks end with the scaler
         for root in roots:
             if not isinstance(root, Module):
                 raise TypeError(f"protect= takes modules, and {root!r} is not one; pass protect=[model]")
             for module in root.modules():  # a program may call only the inner ones, as Lightning's training_step does
                 if module is root or module._buffers:
                     save, forget = (_Callback(self, name, root, module is not root) for name in ("_save", "_forget"))
-                    self._handles.append(module.register_forward_pre_hook(save, prepend=True))
-                    self._handles.append(module.register_load_state_dict_post_hook(forget))
+                    undo.callback(module.register_forward_pre_hook(save, prepend=True).remove)
+                    undo.callback(module.register_load_state_dict_post_hook(forget).remove)
 
     def _save(self, root: Module, module: Module) -> None:
         """Copy the buffers under `root`, in which a module is about to run, unless that was done in this step."""
@@ -325,11 +326,6 @@ class _Callback:
 
 def _do_nothing(*_: Any) -> None:
     """Stand in for a callback in a copy of a module."""
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 class SameOnRanks(Hook):

@@ -15,6 +15,7 @@ from lossscale_torch._gradients import params_of, values_of
 from lossscale_torch._record import OptimizerStep
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._step_info import StepInfo
+from lossscale_torch._verbs import all_finite
 from lossscale_torch.hooks import Protect
 
 __all__ = ["TrainingLoop", "check_training_loop"]
@@ -247,8 +248,7 @@ class _Run(GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         if self.has_leftovers is None:
-            grads = [values_of(param.grad) for param in params_of(self.loop.optimizer) if param.grad is not None]
-            self.has_leftovers = not all(bool(torch.isfinite(grad).all()) for grad in grads)
+            self.has_leftovers = not all_finite([param.grad for param in params_of(self.loop.optimizer)])
         scaled = super().scale(outputs)
         if isinstance(scaled, Iterator):  # it calls this method for each loss
             return scaled

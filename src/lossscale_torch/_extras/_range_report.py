@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lossscale_core import DynamicScaling, NoScaling, ScalingPolicy
 from lossscale_torch._extras._attach import ATTACHED_SCALE
 from lossscale_torch._gradients import at_least_float32, values_of
+from lossscale_torch._report import bad_gradients
 from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._verbs import all_finite, scaled
 
@@ -207,7 +208,7 @@ class Passes:
         self.leaves = set(_leaves_of(self._loss))
         for leaf in self.leaves - self._names.keys():
             _take_gradient(leaf, undo)
-        self.seen: dict[float, tuple[list[OperationRange], dict[str, float]]] = {}
+        self.seen: dict[float, tuple[list[OperationRange], list[str]]] = {}
 
     @staticmethod
     def require_arguments(model: object, loss_fn: object, caller: str) -> None:
@@ -244,17 +245,15 @@ class Passes:
 
     def overflow_at(self, loss_scale: float) -> Overflow | None:
         """Return what overflows first in a backward pass at a scale: an operation, or else a parameter's gradient."""
-        records, norms = self.at(loss_scale)
+        records, bad = self.at(loss_scale)
         if later := [*itertools.dropwhile(lambda record: not record.overflowed, records)]:
             return Overflow(str(later[0]), tuple(record.module for record in later), "backward")
-        # A backward pass begins at the last module.
-        for name in reversed(norms):
-            if not math.isfinite(norms[name]):
-                return Overflow(f"the gradient of {name}", (name.rpartition(".")[0],), "backward")
+        if bad:  # a backward pass begins at the last module
+            return Overflow(f"the gradient of {bad[-1]}", (bad[-1].rpartition(".")[0],), "backward")
         return None
 
-    def at(self, loss_scale: float) -> tuple[list[OperationRange], dict[str, float]]:
-        """Return the operations of a backward pass at a scale, and the norms of the parameters' gradients."""
+    def at(self, loss_scale: float) -> tuple[list[OperationRange], list[str]]:
+        """Return the operations of a backward pass at a scale, and the parameters with gradients that overflowed."""
         if loss_scale not in self.seen:
             self._attached_scale.fill_(loss_scale)
             self._recorder.records = []
@@ -263,12 +262,10 @@ class Passes:
             with self._recorder:
                 torch.autograd.backward(self._loss, torch.full_like(self._loss, loss_scale), retain_graph=True)
             put_random_states_back()
-            norms = {}
-            for param, name in self._names.items():
-                if param.grad is not None:
-                    norms[name] = float(values_of(param.grad.detach()).double().norm())
-                    param.grad = None
-            self.seen[loss_scale] = self._recorder.records, norms
+            _, bad = bad_gradients((name, param) for param, name in self._names.items())
+            for param in self._names:
+                param.grad = None
+            self.seen[loss_scale] = self._recorder.records, [name for name, _ in bad]
         return self.seen[loss_scale]
 
     def _flushed(self, loss_scale: float, limit: float) -> float:
