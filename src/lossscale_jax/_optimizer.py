@@ -41,10 +41,26 @@ class _Settings(NamedTuple):
 
 
 class _Update:
-    """The function `update` of an optimizer, with the settings that its other functions need."""
+    """The function `update` of an optimizer, with the settings and the function `init`."""
 
     def __init__(self, settings: _Settings) -> None:
         self.settings = settings
+
+    def __deepcopy__(self, memo: Any) -> "_Update":
+        return self  # as a function is copied: the copy of a training state has an equal optimizer
+
+    def init(self, params: PyTree) -> LossScaledState:
+        settings = self.settings
+        inner_state = settings.inner.init(at_least_float32(params))
+        if _states.states_of(inner_state):
+            raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
+        window = None
+        if settings.accumulation_steps > 1:
+            window = Window(optax.tree.zeros_like(at_least_float32(trained(params))), jnp.int32(0), jnp.asarray(False))
+        guard_state = None if settings.guard is None else jax.tree.map(jnp.asarray, settings.guard.init_state())
+        last_step = _no_step()._replace(norm=jnp.float32(0.0) if settings.needs_norm else None)
+        state = LossScaledState(init_state(settings.policy), inner_state, window, guard_state, last_step)
+        return _states.place_with(state, params)
 
     def __call__(
         self, updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
@@ -84,9 +100,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """
         if params is None:
             raise ValueError("params=None cannot be updated; call apply_gradients(grads, state, params)")
-        applied: tuple[Tree, LossScaledState]
-        applied = take(self.update.settings, grads, state, as_arrays(params), extra_args, applies_updates=True)
-        return applied
+        return take(self.update.settings, grads, state, as_arrays(params), extra_args, applies_updates=True)
 
 
 def loss_scaled(
@@ -160,22 +174,8 @@ def loss_scaled(
     check_guard(guard)
     max_norm = None if max_norm is None else float(check_setting("max_norm", max_norm))
     inner, policy = optax.with_extra_args_support(inner), as_policy(policy)
-    settings = _Settings(inner, policy, axis_name, max_norm, accumulation_steps, guard, skip_by)
-    return LossScaledTransformation(functools.partial(_init, settings), _Update(settings))
-
-
-def _init(settings: _Settings, params: PyTree) -> LossScaledState:
-    inner_state = settings.inner.init(at_least_float32(params))
-    if _states.states_of(inner_state):
-        raise PolicyError("inner is loss-scaled already; wrap the optimizer once")
-    window = None
-    if settings.accumulation_steps > 1:
-        total = optax.tree.zeros_like(at_least_float32(trained(params)))
-        window = Window(total, jnp.int32(0), jnp.asarray(False))
-    guard_state = None if settings.guard is None else jax.tree.map(jnp.asarray, settings.guard.init_state())
-    last_step = _no_step()._replace(norm=jnp.float32(0.0) if settings.needs_norm else None)
-    state = LossScaledState(init_state(settings.policy), inner_state, window, guard_state, last_step)
-    return _states.place_with(state, params)
+    update = _Update(_Settings(inner, policy, axis_name, max_norm, accumulation_steps, guard, skip_by))
+    return LossScaledTransformation(update.init, update)
 
 
 def _no_step() -> LastStep:

@@ -1,5 +1,7 @@
 """`loss_scaled`: clipping, accumulation, dtypes, memory, its state; `test_jax_programs.py` has its steps."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,10 +135,11 @@ def test_a_large_max_norm_clips_nothing_and_one_of_zero_all(max_norm, size):
 
 
 def test_a_rebuilt_optimizer_has_everything():
-    """flax 0.11 takes an optimizer apart into a pytree's leaves and puts it together again."""
+    """flax 0.11 takes an optimizer apart into a pytree's leaves; a deep copy equals it, as of training states."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY)
     assert repr(optimizer) == f"loss_scaled(..., policy={POLICY}, accumulation_steps=1)"
-    rebuilt = jax.tree.map(lambda leaf: leaf, optimizer)
+    assert copy.deepcopy(optimizer) == optimizer
+    rebuilt = jax.tree.map(copy.deepcopy, optimizer)
     assert (type(rebuilt), rebuilt.policy) == (type(optimizer), POLICY)
     opt_state = rebuilt.init(PARAMS)
     for way in WAYS:
