@@ -163,6 +163,17 @@ def test_the_mark_of_a_scaled_loss_names_one_scaler(copied):
 
 
 @EITHER_KIND
+def test_a_step_without_gradients_is_not_refused(fused):
+    """The unscaled ones were dropped, and a loss of other parameters was scaled since."""
+    param, optimizer, scaler = _at("after unscale_", GradScaler, fused, True)
+    optimizer.zero_grad()
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert scaler.update()
+    assert param.item() == 1.0
+
+
+@EITHER_KIND
 @pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
 def test_steps_that_are_begun_and_not_finished_are_reported(call, fused, caplog):
     """Once in the log, and by `diagnose` after such a step."""
