@@ -5,9 +5,10 @@ import re
 from hypothesis import strategies as st
 
 from lossscale_core._base import KINDS
-from lossscale_core._policy import LIBRARY_KINDS
-from lossscale_core._settings import BACKOFF_FACTOR, GROWTH_FACTOR, SCALE, rules_of
+from lossscale_core._settings import RULES, SCALE, rules_of
 
+GROWTH_FACTOR, BACKOFF_FACTOR = RULES["growth_factor"], RULES["backoff_factor"]
+LIBRARY_KINDS = ("none", "fixed", "dynamic")
 _USUAL = {GROWTH_FACTOR: (1.0009765625, 16.0), BACKOFF_FACTOR: (0.0625, 0.9990234375)}
 """Ranges of the factors that are narrower than the rules', so that a scale changes by a realistic amount."""
 _SCALES = ("min_scale", "init_scale", "max_scale")

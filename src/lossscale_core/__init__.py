@@ -84,10 +84,6 @@ if not _typing.TYPE_CHECKING:  # it would accept every name
         return lossscale_core.testing
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
 # A pickle stores the module name of a class: the public one lets the private modules change.
 for _name in __all__:
     if isinstance(globals().get(_name), type):

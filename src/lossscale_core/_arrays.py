@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     """A nested structure of NumPy arrays and scalars."""
 
 _HOST_SCALARS = (np.generic, bool, int, float, complex)
-_ON_HOST = (*_HOST_SCALARS, np.ndarray)
+_ON_HOST = (np.ndarray, *_HOST_SCALARS)
 # np.isfinite allocates one byte per element; chunks keep this small compared with the gradients.
 _CHUNK = 2**14
 _SELECT = "select(grads_finite, new, old)"
@@ -57,8 +57,7 @@ def namespace(array: Array) -> Namespace:
     except TypeError as error:
         raise TypeError(
             f"{type(array).__module__}.{type(array).__qualname__} is neither an array with an array-API namespace "
-            "nor a dict, list or tuple of them; scale, all_finite, unscale and select take such a structure; pass one, "
-            "or the array's namespace as xp="
+            "nor a dict, list or tuple of them; pass such a structure, or the array's namespace as xp="
         ) from error
 
 
@@ -228,9 +227,6 @@ def _map_arrays(function: Callable[..., Any], structure: Any, xp: Namespace | No
 
 def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
     """Return `leaf` as an array with its namespace; NumPy arrays and scalars stay in NumPy for any `xp`."""
-    # The usual leaf comes first, since an isinstance check against six types takes longer than this one.
-    if type(leaf) is np.ndarray:
-        return leaf, np
     if isinstance(leaf, _ON_HOST):
         return np.asarray(leaf), np
     return leaf, namespace(leaf) if xp is None else xp

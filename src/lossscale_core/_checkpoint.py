@@ -156,12 +156,11 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
     """
     _require_version(saved)
     start = SpikeGuard().init_state()
-    numbers = saved.get("guard")
-    if numbers is None:
-        note = "the checkpoint has no state of a spike guard, so that the guard starts over with its warm-up"
-        warn_caller(note, CheckpointWarning)
-        return start
-    return start._replace(**_restored(numbers, start, start._fields, "guard"))
+    if saved.get("guard") is not None:
+        return start._replace(**_restored(saved["guard"], start, start._fields, "guard"))
+    note = "the checkpoint has no state of a spike guard, so that the guard starts over with its warm-up"
+    warn_caller(note, CheckpointWarning)
+    return start
 
 
 def _plain_numbers(state: Any) -> dict[str, int | float]:
@@ -174,23 +173,16 @@ def _require_version(saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{describe(saved)} is not a saved state; {_HINT}")
     if "version" not in saved:
-        kinds = {"version", "loss_scale"}, TORCH_KEYS.keys()
-        parts = [
-            key
-            for key, part in saved.items()
-            if isinstance(part, Mapping) and any(kind <= part.keys() for kind in kinds)
-        ]
+        parts = [key for key, part in saved.items() if isinstance(part, Mapping) and "loss_scale" in part]
         part = f"its part {describe(parts[0])}" if parts else "a dict that state_to_dict returned"
         raise CheckpointError(
             f"the saved state has no version, but {shown_names(saved) or 'nothing'}; pass {part}, or, if another tool "
             "such as torch saved it, lossscale.state_from_tool('torch', saved)"
         )
     version = _item(saved["version"])
-    if type(version) is not int or version < 1:
-        raise CheckpointError(f"version={describe(version)} of the saved state must be a whole number from 1; {_HINT}")
-    if version > VERSION:
+    if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"version={describe(version)} of the saved state is newer than {VERSION}, the newest this release reads; "
+            f"version={describe(version)} of the saved state must be {VERSION}; {_HINT}; if a newer release saved it, "
             "run: pip install --upgrade lossscale"
         )
 
@@ -220,7 +212,7 @@ def _restored(saved: Any, start: Any, required: Sequence[str], what: str) -> dic
             rule = f"a whole number from {least:.0f} that fits int32"
         elif name == "loss_scale":
             least, largest, rule = math.ulp(0.0), sys.float_info.max, "a positive finite number"
-        is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # The range comes first, since int() raises for NaN and infinity.
         if not (is_number and least <= value <= largest and (not is_count or value == int(value))):
             hint = "restore an earlier checkpoint"

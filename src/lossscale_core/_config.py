@@ -55,11 +55,7 @@ def as_policy(source: Any) -> ScalingPolicy:
     if isinstance(source, Mapping):
         return policy_from_dict(source)
     if isinstance(source, int | float | np.integer | np.floating) and not isinstance(source, bool):
-        try:
-            return FixedScaling(source)  # type: ignore[arg-type]  # NumPy's numbers become plain ones
-        except PolicyError as error:
-            fault = f"{describe(source)} is not a loss-scaling policy: as a fixed scale, {error}, or 'dynamic'"
-            raise PolicyError(fault) from None
+        return FixedScaling(source)  # type: ignore[arg-type]  # NumPy's numbers become plain ones
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
     is_name = isinstance(source, str) and (suffix_of(source) in _SUFFIXES or os.path.exists(source))
@@ -70,11 +66,10 @@ def as_policy(source: Any) -> ScalingPolicy:
             f"{describe(source)} is a state and not a policy; pass its policy in this place, such as DynamicScaling(); "
             "diagnose, check_limits and ScaleWatch.log take the policy first"
         )
-    is_fixed = source in ("fixed", "static", "constant") if isinstance(source, str) else False
-    meant = "for a fixed scale pass its number, such as 1024; " if is_fixed else nearest_name(source, _WITHOUT_SETTINGS)
     raise PolicyError(
-        f"{describe(source)} is not a loss-scaling policy; {meant}pass a policy such as DynamicScaling(), "
-        "'dynamic', 'none', a number for a fixed scale, a dict with a 'kind', or the path of a .toml or .json file"
+        f"{describe(source)} is not a loss-scaling policy; {nearest_name(source, _WITHOUT_SETTINGS)}pass a policy such "
+        "as DynamicScaling(), 'dynamic', 'none', a number for a fixed scale, a dict with a 'kind', or the path of a "
+        ".toml or .json file"
     )
 
 
@@ -143,12 +138,9 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
         raise PolicyError(
             f"a policy's config must be a table of keys and values, not {describe(config)}; write kind = 'dynamic'"
         )
-    if table := _table_of_policy(config):
-        raise PolicyError(f"the keys are in the table {describe(table)}; write them without a table")
     if "kind" not in config:
-        found = shown_names(config) or "nothing"
-        hint = f"add kind = 'dynamic' (known: {', '.join(KINDS)}); {_FROM_TOOL}"
-        raise PolicyError(f"the policy's config has no 'kind', but {found}; {hint}")
+        hint = f"add kind = 'dynamic' (known: {', '.join(KINDS)}), outside of any table; {_FROM_TOOL}"
+        raise PolicyError(f"the policy's config has no 'kind', but {shown_names(config) or 'nothing'}; {hint}")
     kind = config["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
         fault = unknown_name(kind, "a kind of policy", KINDS)
@@ -178,26 +170,11 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
         OSError: The file cannot be read.
     """
     _known_suffix(path)
-    try:
-        config = read_data(path, "policy", PolicyError)
-    except FileNotFoundError as error:
-        hint = "pass the path of a policy file, such as dump_policy writes"
-        raise FileNotFoundError(error.errno, f"{error.strerror}; {hint}", error.filename) from None
+    config = read_data(path, "policy", PolicyError)
     try:
         return policy_from_dict(config)
     except PolicyError as error:
         raise PolicyError(f"{os.fspath(path)}: {error}") from error
-
-
-def _table_of_policy(config: Any, depth: int = 3) -> str:
-    """Return the dotted name of a table that has a policy's kind, such as `tool.lossscale`, or an empty text."""
-    for name, part in config.items() if isinstance(config, Mapping) and "kind" not in config and depth else ():
-        part = part[0] if isinstance(part, list) and len(part) == 1 else part
-        if isinstance(part, Mapping) and "kind" in part:
-            return str(name)
-        if inner := _table_of_policy(part, depth - 1):
-            return f"{name}.{inner}"
-    return ""
 
 
 def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
@@ -242,13 +219,9 @@ def policy_text(policy: ScalingPolicy, suffix: str) -> str:
 
 def _known_suffix(path: str | os.PathLike[str]) -> str:
     """Return the suffix of a policy's file. Raises `PolicyError` for another one, and for what is not a path."""
-    if not isinstance(path, str | os.PathLike):
-        raise PolicyError(
-            f"{describe(path)} is not the path of a .toml or .json file; call load_policy('policy.toml') or "
-            "dump_policy(policy, 'policy.toml')"
-        )
-    if (suffix := suffix_of(path)) in _SUFFIXES:
+    if isinstance(path, str | os.PathLike) and (suffix := suffix_of(path)) in _SUFFIXES:
         return suffix
-    if os.path.isdir(path):
-        raise PolicyError(f"{describe(os.fspath(path))} is a folder; pass a .toml or .json file in it")
-    raise PolicyError(f"{describe(os.fspath(path))} must end in .toml or .json; pass a policy in one of these formats")
+    raise PolicyError(
+        f"{describe(path)} is not the path of a .toml or .json file; call load_policy('policy.toml') or "
+        "dump_policy(policy, 'policy.toml')"
+    )

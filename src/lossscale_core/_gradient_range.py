@@ -1,5 +1,6 @@
 """The range of gradients: which loss scale fits, what flushes to zero without it, and what does not follow it."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -58,17 +59,17 @@ def gradient_range(grads_at: Callable[[float], Mapping[str, Any]]) -> GradientRa
     Raises:
         TypeError: `grads_at` is not a function, or returns something else than a mapping, or a mapping without arrays.
     """
-    if not callable(grads_at):
-        raise TypeError(
-            f"grads_at={describe(grads_at)} must be a function of a loss scale that returns gradients by name; call "
-            "gradient_range(grads_at)"
-        )
-    seen: dict[float, dict[str, np.ndarray]] = {}
 
+    @functools.cache
     def at(scale: float) -> dict[str, np.ndarray]:
-        if scale not in seen:
-            seen[scale] = _magnitudes(grads_at(scale))
-        return seen[scale]
+        """Return the magnitudes of the gradients in float64."""
+        grads = grads_at(scale) if callable(grads_at) else None
+        if not isinstance(grads, Mapping) or not grads:
+            raise TypeError(
+                f"grads_at={describe(grads_at)} must be a function of a loss scale that returns gradients by name, but "
+                f"returned {describe(grads)}; call gradient_range(grads_at), with a function that returns a dict"
+            )
+        return {name: np.abs(np.asarray(grad)).astype(np.float64) for name, grad in grads.items()}
 
     def overflowing(power: int) -> list[str]:
         return [name for name, values in at(2.0**power).items() if not np.isfinite(values).all()]
@@ -84,13 +85,6 @@ def gradient_range(grads_at: Callable[[float], Mapping[str, Any]]) -> GradientRa
     unscaled = [name for name in limit if (none[name] > 0.0).any() or not _doubles(half[name], limit[name])]
     first = [*overflowing(high), None][0] if high <= _HIGHEST else None
     return GradientRange(2.0**low, first, {name: share for name, share in flushed.items() if share}, unscaled)
-
-
-def _magnitudes(grads: Any) -> dict[str, np.ndarray]:
-    """Return the magnitudes of gradients in float64."""
-    if not isinstance(grads, Mapping) or not grads:
-        raise TypeError(f"grads_at returned {describe(grads)}; return a dict of gradients, arrays by their names")
-    return {name: np.abs(np.asarray(grad)).astype(np.float64) for name, grad in grads.items()}
 
 
 def _doubles(half: np.ndarray, full: np.ndarray) -> bool:

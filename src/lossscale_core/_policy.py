@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lossscale_core._arrays import HOST, host_flag, namespace
-from lossscale_core._base import KINDS, BaseScaling
+from lossscale_core._base import BaseScaling
 from lossscale_core._messages import require_flag
 from lossscale_core._state import Array, HostScalar, Namespace, ScaleState, StateT, loss_scale_of, saturating_increment
 
@@ -23,8 +23,19 @@ Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
 _UPDATE = "update(state, grads_finite)"
 
 
+class _ConstantScaling(BaseScaling):
+    """Skip the steps that overflow, and leave the loss scale as it is."""
+
+    __slots__ = ()
+
+    def update(self, state: StateT, grads_finite: Array, *, xp: Namespace | None = None) -> StateT:
+        """Return the state after a step, which changes counters only. See `ScalingPolicy.update`."""
+        after: StateT = _select(grads_finite, _count_finite, _count_overflow, state, xp)
+        return after
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class NoScaling(BaseScaling):
+class NoScaling(_ConstantScaling):
     """Keep the loss scale at 1, and still skip the steps that overflow.
 
     Use it for bfloat16 and float32: their gradients do not underflow but may be infinite.
@@ -41,14 +52,9 @@ class NoScaling(BaseScaling):
         """Return the state before the first step, on the host."""
         return _init_state(1.0)
 
-    def update(self, state: StateT, grads_finite: Array, *, xp: Namespace | None = None) -> StateT:
-        """Return the state after a step, which changes counters only. See `ScalingPolicy.update`."""
-        after: StateT = _select(grads_finite, _count_finite, _count_overflow, state, xp)
-        return after
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FixedScaling(BaseScaling):
+class FixedScaling(_ConstantScaling):
     """Keep the loss scale at `init_scale`, and skip the steps that overflow.
 
     A scale that is not a power of two makes unscaling inexact by one ulp.
@@ -68,11 +74,6 @@ class FixedScaling(BaseScaling):
     def init_state(self) -> ScaleState[HostScalar]:
         """Return the state before the first step, on the host."""
         return _init_state(self.init_scale)
-
-    def update(self, state: StateT, grads_finite: Array, *, xp: Namespace | None = None) -> StateT:
-        """Return the state after a step, which changes counters only. See `ScalingPolicy.update`."""
-        after: StateT = _select(grads_finite, _count_finite, _count_overflow, state, xp)
-        return after
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,15 +166,9 @@ class DynamicScaling(BaseScaling):
         lowered = xp.where(lowered > state.loss_scale, state.loss_scale, lowered)
         loss_scale = xp.where(backs_off, lowered, state.loss_scale)
         tolerance = xp.where(backs_off, self.hysteresis if self.refill_on_backoff else 0, state.hysteresis_tracker - 1)
-        skipped_steps, overflow_streak = (
-            saturating_increment(state.skipped_steps, xp=xp),
-            saturating_increment(state.overflow_streak, xp=xp),
-        )
-        return ScaleState(loss_scale, -self.cooldown, tolerance, steps, skipped_steps, overflow_streak)
-
-
-LIBRARY_KINDS = tuple(KINDS)
-"""The kinds of the library's own policies."""
+        skipped_steps = saturating_increment(state.skipped_steps, xp=xp)
+        streak = saturating_increment(state.overflow_streak, xp=xp)
+        return ScaleState(loss_scale, -self.cooldown, tolerance, steps, skipped_steps, streak)
 
 
 def _init_state(init_scale: float, growth_tracker: int = 0, hysteresis_tracker: int = 0) -> ScaleState:

@@ -53,41 +53,33 @@ SCALE = Rule(
     float,
     "a number from 2**-126 to 2**126, where the scale and its reciprocal are both normal float32 numbers",
     "pass a power of two such as 2.0**16",
-    minimum=SMALLEST_SCALE,
-    maximum=LARGEST_SCALE,
+    SMALLEST_SCALE,
+    LARGEST_SCALE,
 )
-GROWTH_FACTOR = Rule(
-    float,
-    "above 1 (at least 1 + 2**-23, the next float32) and at most 2**126",
-    "pass 2.0 to double the scale, or use FixedScaling to keep it",
-    # A factor nearer to 1 would round to 1 in float32, and never change a scale.
-    minimum=1.0 + 2.0**-23,
-    maximum=LARGEST_SCALE,
-)
-BACKOFF_FACTOR = Rule(
-    float,
-    "between 0 and 1, both excluded (from 2**-126 to 1 - 2**-24, the largest float32 below 1)",
-    "pass 0.5 to halve the scale, or use FixedScaling to keep it",
-    minimum=SMALLEST_SCALE,
-    maximum=1.0 - 2.0**-24,
-)
-COUNT = Rule(int, "a whole number from 1 to 2**31 - 1", "pass an int such as 1", minimum=1, maximum=LARGEST_COUNT)
-COUNT_OR_ZERO = Rule(
-    int, "a whole number from 0 to 2**31 - 1", "pass 0 to turn it off", minimum=0, maximum=LARGEST_COUNT
-)
+COUNT = Rule(int, "a whole number from 1 to 2**31 - 1", "pass an int such as 1", 1, LARGEST_COUNT)
+COUNT_OR_ZERO = Rule(int, "a whole number from 0 to 2**31 - 1", "pass 0 to turn it off", 0, LARGEST_COUNT)
 COUNT_OR_NONE = dataclasses.replace(
     COUNT, text="None or a whole number from 1 to 2**31 - 1", hint="pass None for no limit", optional=True
 )
 FLAG = Rule(bool, "True or False", "pass True or False")
-NUMBER = Rule(
-    float, "a number from -2**126 to 2**126", "pass a number such as 1.0", minimum=-LARGEST_SCALE, maximum=LARGEST_SCALE
-)
-
+NUMBER = Rule(float, "a number from -2**126 to 2**126", "pass a number such as 1.0", -LARGEST_SCALE, LARGEST_SCALE)
 
 RULES = {
     "init_scale": SCALE,
-    "growth_factor": GROWTH_FACTOR,
-    "backoff_factor": BACKOFF_FACTOR,
+    "growth_factor": Rule(
+        float,
+        "above 1 (at least 1 + 2**-23, the next float32) and at most 2**126",
+        "pass 2.0 to double the scale, or use FixedScaling to keep it",
+        1.0 + 2.0**-23,  # a factor nearer to 1 would round to 1 in float32, and never change a scale
+        LARGEST_SCALE,
+    ),
+    "backoff_factor": Rule(
+        float,
+        "between 0 and 1, both excluded (from 2**-126 to 1 - 2**-24, the largest float32 below 1)",
+        "pass 0.5 to halve the scale, or use FixedScaling to keep it",
+        SMALLEST_SCALE,
+        1.0 - 2.0**-24,
+    ),
     "growth_interval": COUNT,
     "hysteresis": COUNT,
     "refill_on_finite": FLAG,

@@ -16,23 +16,21 @@ def leaves(tree: Any) -> Iterator[Any]:
     Yields:
         The leaves.
     """
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
+    if isinstance(tree, _CONTAINERS):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(part)
     else:
         yield tree
 
 
-def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, path: str = "") -> Any:
     """Return a nested structure with each leaf replaced by `function(leaf, *leaves of others in the same place)`.
 
     Args:
         function: Takes a leaf of `tree`, and of each of `others`, and returns the new leaf.
         tree: The nested structure; `None` is a leaf.
         *others: Structures with the same containers, keys and shapes.
+        path: The place of `tree` in a larger structure, for the error.
 
     Returns:
         The new structure, with containers of the same types.
@@ -40,48 +38,39 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     Raises:
         ValueError: The structures differ; the message names the first place.
     """
-    return _map(function, "", tree, *others)
-
-
-def _map(function: Callable[..., Any], path: str, tree: Any, *others: Any) -> Any:
     for other in others:
         _require_same(path, tree, other)
     if not isinstance(tree, _CONTAINERS):
         return function(tree, *others)
     keys = list(tree) if isinstance(tree, dict) else range(len(tree))
-    mapped = [_map(function, f"{path}[{key!r}]", tree[key], *(other[key] for other in others)) for key in keys]
-    return _rebuild(tree, keys, mapped)
+    parts = [(f"{path}[{key!r}]", tree[key], *(other[key] for other in others)) for key in keys]
+    return _rebuild(tree, keys, [map_leaves(function, *part, path=place) for place, *part in parts])
 
 
 def _require_same(path: str, tree: Any, other: Any) -> None:
     """Require the same container with the same keys, or for a leaf a leaf of the same shape."""
-    if not isinstance(tree, _CONTAINERS):
-        is_leaf = not isinstance(other, _CONTAINERS) and (tree is None) == (other is None)
-        is_same = is_leaf and getattr(tree, "shape", ()) == getattr(other, "shape", ())
-    elif isinstance(tree, dict):
-        is_same = type(tree) is type(other) and tree.keys() == other.keys()
-    else:
-        is_same = type(tree) is type(other) and len(tree) == len(other)
-    if not is_same:
+    if _layout(tree) != _layout(other):
         raise ValueError(
             f"the structures differ at {path or 'the top'}: {_describe(tree)} against {_describe(other)}; "
             "call select(grads_finite, new, old), with two trees of the same containers, keys and shapes"
         )
 
 
+def _layout(tree: Any) -> tuple[Any, Any]:
+    if isinstance(tree, _CONTAINERS):
+        return type(tree), tree.keys() if isinstance(tree, dict) else len(tree)
+    return tree is None, getattr(tree, "shape", ())
+
+
 def _describe(tree: Any) -> str:
-    if isinstance(tree, dict):
-        return f"{type(tree).__name__} with keys {list(tree)}"
-    if isinstance(tree, (list, tuple)):
-        return f"{type(tree).__name__} of {len(tree)}"
+    if isinstance(tree, _CONTAINERS):
+        return f"{type(tree).__name__} {f'with keys {list(tree)}' if isinstance(tree, dict) else f'of {len(tree)}'}"
     return f"{type(tree).__name__} of shape {tree.shape}" if hasattr(tree, "shape") else type(tree).__name__
 
 
 def _rebuild(tree: Any, keys: Any, values: list[Any]) -> Any:
-    if type(tree) is dict:
-        return dict(zip(keys, values, strict=True))
     if isinstance(tree, dict):
-        rebuilt = copy.copy(tree)  # a copy keeps the factory of a defaultdict
+        rebuilt = tree.copy() if type(tree) is dict else copy.copy(tree)  # which keeps the factory of a defaultdict
         rebuilt.update(zip(keys, values, strict=True))
         return rebuilt
     if hasattr(tree, "_make"):

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lossscale_core.adapters import shown_number
-from lossscale_core.testing.loops import BAD_STEPS, CLOSE, SCALES, change, listed, not_skipped, same
+from lossscale_core.adapters import shown_names, shown_number
+from lossscale_core.testing.loops import BAD_STEPS, CLOSE, SCALES, change, not_skipped, same
 from lossscale_jax._gradients import PyTree, as_arrays, is_float, name_of
 
 __all__ = ["check_train_step"]
@@ -119,7 +119,7 @@ def check_train_step(
                 differing = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name], limit)]
                 if differing:
                     used = f"a loss scale of {SCALES[0]:g} and one of {shown_number(loss_scale)} gave different results"
-                    raise AssertionError(f"at step {number} {used}: {listed(differing)}; {_UNSCALE}")
+                    raise AssertionError(f"at step {number} {used}: {shown_names(differing)}; {_UNSCALE}")
             state = small
 
 

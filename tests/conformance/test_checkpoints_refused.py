@@ -43,7 +43,7 @@ def test_another_policy_is_reported_field_by_field(take_over, policy, message):
 
 
 LOST = (CheckpointError, KeyError, RuntimeError)  # torch's scaler has errors of its own
-NEWER = r"version=2 .* is newer than 1.*pip install --upgrade lossscale"
+NEWER = r"version=2 .* must be 1.*newer.*pip install --upgrade lossscale"
 REFUSED = {
     "nothing": (None, LOST, r"(not a|the) saved state|given None"),
     "empty": ({}, LOST, r"(not a|the) saved state|'scale'|is empty"),

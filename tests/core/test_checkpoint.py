@@ -44,7 +44,7 @@ def test_the_dict_is_plain_and_the_same_for_every_namespace(xp):
 
 
 BAD_VALUES = {
-    "version": [(None, "state_to_dict"), ("1", "whole number from 1"), (True, "whole number from 1")],
+    "version": [(each, "1; pass a dict that state_to_dict") for each in (None, "1", True, 0, 2, 1.5)],
     "loss_scale": [(each, "a positive finite number") for each in (0.0, -4.0, math.inf, True, "1", 10**400)],
     "steps": [(each, "a whole number from 0 that fits int32") for each in (1.5, 2**31, -5)],
     "growth_tracker": [(each, "a whole number from -2147483648 that") for each in (math.inf, -(2**31) - 1)],

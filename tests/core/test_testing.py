@@ -53,10 +53,10 @@ def test_the_largest_numbers_are_those_of_the_dtypes():
     ("call", "given", "error", "words"),
     [
         (simulate, ("0010",), TypeError, "sequence of bools"),
-        *((simulate, ([True, odd],), TypeError, "which is not a bool") for odd in (None, "x", float("nan"), 0.5)),
-        (simulate_gradients, ([0.0, -3.0, -4.0],), ValueError, "gradient_max of step 1 is -3, but .* pass abs"),
+        *((simulate, ([True, odd],), TypeError, "sequence of bools") for odd in (None, "x", float("nan"), 0.5)),
+        (simulate_gradients, ([0.0, -3.0, -4.0],), ValueError, "must hold a number from 0"),
         (simulate_gradients, ([1.0], "float8"), ValueError, "float16, bfloat16"),
-        (simulate_gradients, ([[1.0]],), ValueError, "must be .steps,.; pass one number a step"),
+        (simulate_gradients, ([[1.0]],), ValueError, "must hold a number from 0 for each step"),
     ],
 )
 def test_what_is_not_a_run_is_refused(call, given, error, words):
@@ -78,12 +78,3 @@ def test_what_is_not_a_run_is_refused(call, given, error, words):
 def test_values_that_are_the_same(a, b, is_same):
     """Arrays by shape, dtype and bits, other values by type and value; NaN is the same as NaN."""
     assert loops.same(a, b) is loops.same(b, a) is is_same
-
-
-def test_gradients_that_do_not_come_from_the_loss_are_named():
-    """By the first four and the number of the others."""
-    message = loops.not_from_the_loss(2, list("abcdef"), "do this")
-    assert message == (
-        "at step 2 the loss was multiplied by zero, and a, b, c, d and 2 more have gradients other than zero; what "
-        "adds them misses the loss scale; do this"
-    )

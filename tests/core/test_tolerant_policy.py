@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lossscale_core._policy import KINDS
+from lossscale_core._base import KINDS
 from lossscale_core.errors import PolicyError
 from lossscale_core.testing import check_policy, simulate
 

@@ -72,10 +72,8 @@ def simulate(
         ValueError: One of `norms` and `guard` is missing, or `norms` has another length than `grads_finite`.
     """
     flags = _as_flags(grads_finite)
-    if (norms is None) != (guard is None):
-        raise ValueError("a guard checks norms; pass both norms= and guard=, or none of them")
-    if norms is not None and (shape := np.shape(norms)) != (len(flags),):
-        raise ValueError(f"norms has shape {shape}, but there are {len(flags)} steps; pass one norm a step")
+    if (None if norms is None else np.shape(norms)) != (None if guard is None else (len(flags),)):
+        raise ValueError(f"norms={describe(norms)} and guard={guard}; pass both, with a norm for each step, or neither")
     return _run(as_policy(policy), len(flags), lambda step, _: flags[step], guard, norms)
 
 
@@ -95,25 +93,20 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
 
     Raises:
         PolicyError: `policy` is not a policy.
-        ValueError: `dtype` is another dtype, or `gradient_max` has another shape or a negative element.
-        TypeError: `gradient_max` does not hold numbers.
+        ValueError: `dtype` is another dtype, or `gradient_max` has another shape or holds something other than numbers
+            from 0.
     """
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if dtype not in LARGEST_NUMBER:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(LARGEST_NUMBER)}; pass the gradients' own dtype")
     try:
         magnitudes = np.asarray(gradient_max, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"gradient_max={describe(gradient_max)} must be a sequence of numbers; call simulate_gradients(policy, "
-            "gradient_max), with magnitudes such as [1.0, 2.0]"
-        ) from error
-    if magnitudes.ndim != 1:
-        raise ValueError(f"gradient_max has shape {magnitudes.shape}, but it must be (steps,); pass one number a step")
-    if (magnitudes < 0.0).any():
-        step = int(np.argmax(magnitudes < 0.0))
+    except (TypeError, ValueError):
+        magnitudes = np.empty(())
+    if magnitudes.ndim != 1 or (magnitudes < 0.0).any():
         raise ValueError(
-            f"gradient_max of step {step} is {magnitudes[step]:g}, but a magnitude is 0 or above; pass abs()"
+            f"gradient_max={describe(gradient_max)} must hold a number from 0 for each step; call "
+            "simulate_gradients(policy, gradient_max), with magnitudes such as [1.0, 2.0]"
         )
     return _run(
         as_policy(policy),
@@ -145,17 +138,12 @@ def trace_to_csv(trace: Trace, path: Path) -> None:
 
 def _as_flags(grads_finite: Any) -> list[bool]:
     """Return the flags of a run. Raises `TypeError` for what is not a sequence of them, text included."""
-    if isinstance(grads_finite, str) or not isinstance(grads_finite, Iterable):
+    flags = list(grads_finite) if isinstance(grads_finite, Iterable) else [None]
+    if any(bool(flag) != flag for flag in flags):
         raise TypeError(
             f"grads_finite={describe(grads_finite)} must be a sequence of bools; call simulate(policy, grads_finite), "
             "with flags such as [True, False]"
         )
-    flags = list(grads_finite)
-    for flag in flags:
-        if flag is None or isinstance(flag, str) or (flag != 0 and flag != 1):
-            raise TypeError(
-                f"simulate was given the flag {describe(flag)}, which is not a bool; pass True for a finite step"
-            )
     return list(map(bool, flags))
 
 

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lossscale_core._messages import shown_names
+
 BAD_STEPS = frozenset((0, 3, 4))
 """The steps that overflow: the first, when nothing has moved yet, and two in a row."""
 SCALES = (1.0, 2.0**10)
 """The loss scales that must give the same results: powers of two, with which scaling and unscaling round nothing."""
 CLOSE = 0.02
 """The relative difference up to which the results of two loss scales are the same."""
-_FEW = 4
 
 
 def same(a: Any, b: Any) -> bool:
@@ -42,19 +43,6 @@ def change(name: str, before: Any, after: Any) -> str:
     return f"{name} went from {before} to {after}" if shapes <= {()} else f"{name} changed"
 
 
-def listed(parts: Sequence[str]) -> str:
-    """Return the first four parts, separated by commas, and the number of those that are left out.
-
-    Args:
-        parts: What to list.
-
-    Returns:
-        The text.
-    """
-    shown = ", ".join(parts[:_FEW])
-    return shown if len(parts) <= _FEW else f"{shown} and {len(parts) - _FEW} more"
-
-
 def not_skipped(number: int, changes: Sequence[str], hint: str) -> str:
     """Return the message for a step that was to be skipped and has changed something.
 
@@ -66,7 +54,9 @@ def not_skipped(number: int, changes: Sequence[str], hint: str) -> str:
     Returns:
         The message.
     """
-    return f"step {number} was to be skipped, but {listed(changes)}; a skipped step must leave all as it was; {hint}"
+    return (
+        f"step {number} was to be skipped, but {shown_names(changes)}; a skipped step must leave all as it was; {hint}"
+    )
 
 
 def not_from_the_loss(number: int, names: Sequence[str], hint: str) -> str:
@@ -82,7 +72,7 @@ def not_from_the_loss(number: int, names: Sequence[str], hint: str) -> str:
     """
     have = "has a gradient" if len(names) == 1 else "have gradients"
     return (
-        f"at step {number} the loss was multiplied by zero, and {listed(names)} {have} other than zero; what adds "
+        f"at step {number} the loss was multiplied by zero, and {shown_names(names)} {have} other than zero; what adds "
         f"them misses the loss scale; {hint}"
     )
 
