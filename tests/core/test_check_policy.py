@@ -15,7 +15,7 @@ from tests.strategies import policies
 from tests.sweeping import IS_SWEEP
 
 RULE = DynamicScaling(growth_interval=3)
-COUNT, LESS = itertools.count(), np.float32(1.0 - 2.0**-20)
+COUNT = itertools.count()
 
 
 @settings(max_examples=100 if IS_SWEEP else 5)
@@ -129,13 +129,6 @@ BROKEN = [
         ),
         "loss_scale goes from 0.25 to 1 by an overflow after step 1 below the lower bound",
     ),
-    (  # after a thousand overflows
-        _overflow(
-            "loss_scale",
-            lambda old, xp: select(old.overflow_streak < 1000, old.loss_scale * 0.5, old.loss_scale * 0.0, xp=xp),
-        ),
-        "loss_scale goes from 65536 to 0 after step",
-    ),
     (
         _each(loss_scale=lambda old, new, xp: select(old.steps == 2500, new.loss_scale * 0.0, new.loss_scale, xp=xp)),
         "loss_scale is 0 after 2501 overflows in a row; keep it in bounds(), 1 to 4.29497e+09",
@@ -174,10 +167,6 @@ BROKEN = [
     (
         _each(loss_scale=lambda old, new, xp: new.loss_scale * np.float32(0.5 if xp is np else 1.0)),
         "loss_scale is 16384.0 after step 1 from the first state, on NumPy arrays, but 32768.0 on the host",
-    ),
-    (  # late
-        _each(loss_scale=lambda old, new, xp: new.loss_scale if xp or old.steps <= 1000 else new.loss_scale * LESS),
-        "on NumPy arrays, but",
     ),
     (Changed(lambda old, new, flag, xp: new._replace(steps=select(flag, new.steps, new.steps))), "select(..., xp=xp)"),
     (_each(loss_scale=lambda old, new, xp: np.maximum(new.loss_scale, np.float32(1.0))), "traced arrays"),

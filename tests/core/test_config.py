@@ -82,23 +82,6 @@ def test_a_bad_config_names_the_remedy(tmp_path, config, words):
         load_policy(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        # In a file there is no None, True or power.
-        ("p.toml", 'kind = "dynamic"\nmax_overflow_streak = 0', "must be None or a whole.* pass None for no limit"),
-        ("p.json", '{"kind": "dynamic", "refill_on_finite": 1}', "must be True or False; pass True or False"),
-        ("p.toml", 'kind = "dynamic"\nmax_scale = 0', r"a power of two such as 2\.0\*\*24"),
-    ],
-)
-def test_a_bad_file_is_named(tmp_path, name, text, words):
-    """The message names the file and what is wrong in it."""
-    (tmp_path / name).write_text(text)
-    with pytest.raises(PolicyError, match=words) as caught:
-        load_policy(tmp_path / name)
-    assert name in str(caught.value)
-
-
 def test_dump_refuses_what_it_cannot_write(tmp_path):
     """Another suffix, a policy that is not the library's, or a file that may not be replaced, before it writes."""
     with pytest.raises(PolicyError, match="BareAdditiveScaling"):

@@ -37,15 +37,3 @@ def test_reading_other_tools_loads_no_framework():
         "ls.state_from_tool('jmp', {'loss_scale': 8.0, 'counter': 1}, p); print(*sys.modules)"
     )
     assert not (FRAMEWORKS | EXTRAS) & {*loaded.split()}
-
-
-def test_the_torch_adapter_without_torch_says_what_to_install():
-    """The error is still a `ModuleNotFoundError` that names torch, and Python's own is its cause."""
-    printed = _printed_by(
-        "import sys; sys.modules['torch'] = None\n"
-        "try:\n    import lossscale_torch\n"
-        "except ModuleNotFoundError as error:\n    print(error, error.name, error.__cause__.name)"
-    )
-    assert printed == (
-        'lossscale_torch needs torch, which is not installed; run: pip install "lossscale[torch]" torch torch\n'
-    )

@@ -3,7 +3,6 @@
 import math
 import re
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,12 +96,6 @@ def test_a_mistake_is_told_what_is_right(error, call, given, sentence):
         call(*arguments, **settings)
 
 
-def test_numbers_of_adapters_become_plain():
-    """The ends of their ranges are in them."""
-    numbers = [check_setting(*each) for each in (("max_norm", math.inf), ("max_norm", 0), ("retries", np.int64(3)))]
-    assert (numbers, [*map(type, numbers)]) == ([math.inf, 0.0, 3], [float, float, int])
-
-
 @pytest.mark.parametrize(
     ("call", "right"),
     [
@@ -122,26 +115,6 @@ def test_the_state_of_an_optimizer_and_of_an_ensemble(call, right):
         member = re.escape("such as state._make(field[0] for field in state)")
         with pytest.raises(TypeError, match=f"leading axis of 3, .* {member}"):
             call(STATE._make(np.stack([field] * 3) for field in STATE))
-
-
-@pytest.mark.parametrize("read", [as_policy, load_policy])
-@pytest.mark.parametrize("make_path", [str, Path])
-def test_a_file_that_is_not_a_policy_is_named_with_what_to_do(tmp_path, read, make_path):
-    """A folder, a missing file, a binary one and one of another suffix: never the name of a codec or a number alone."""
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder.toml").mkdir()
-    for name in ("binary.toml", "model.pt"):
-        (tmp_path / name).write_bytes(bytes(range(256)))
-    for name, error, sentence in (
-        ("folder", PolicyError, "is not the path of a .toml or .json file; "),
-        ("folder.toml", PolicyError, "folder.toml is a folder; pass a file in it"),
-        ("missing.toml", FileNotFoundError, "No such file or directory: "),
-        ("binary.toml", PolicyError, "binary.toml is not valid TOML: 'utf-8' codec can't decode byte 0x80 in position"),
-        ("model.pt", PolicyError, "is not the path of a .toml or .json file; "),
-    ):
-        with pytest.raises(error, match=re.escape(sentence)) as caught:
-            read(make_path(tmp_path / name))
-        assert name in str(caught.value)
 
 
 TORCHS = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}

@@ -22,20 +22,6 @@ def test_it_is_simulated(policy):
     assert trace.additions.tolist() == [0, 1, 1, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"growth_interval": 0}, "growth_interval=0 must be a whole number from 1"),
-        ({"increment": "much"}, "increment='much' must be a whole number from 0"),
-        ({"init_scale": 2.0**20}, "init_scale=1048576.0 must not exceed max_scale"),
-    ],
-)
-def test_its_settings_obey_rules(settings, words):
-    """Those that other policies have as well obey the same rules there, and the others those of their type."""
-    with pytest.raises(PolicyError, match=words):
-        AdditiveScaling(**settings)
-
-
 def test_every_member_of_a_bare_policy_has_a_default():
     """A view fills in what it lacks, and shows what it has."""
     policy = BareAdditiveScaling()

@@ -63,11 +63,6 @@ def _pins(session):
     return {name.removesuffix("-cpu"): version.removesuffix(".*") for name, version in pins.items()}
 
 
-def test_the_extra_all_has_every_framework():
-    """It also has the command with the demo."""
-    assert EXTRAS["all"] == [f"lossscale[{','.join([*FRAMEWORKS, 'demo'])}]"]
-
-
 @pytest.mark.parametrize("floor", FLOORS)
 def test_a_requirement_is_one_floor(floor: str):
     """A name, `>=` and a version, which `nox -s oldest` installs."""
