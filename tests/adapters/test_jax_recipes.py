@@ -1,4 +1,4 @@
-"""What docs/jax.md says in one line: logs, limits of a norm, two optimizers, export, older states."""
+"""What docs/jax.md says in one line: logs, limits of a norm, two optimizers, a finite loss, export, older states."""
 
 import functools
 
@@ -13,7 +13,7 @@ import pytest
 import lossscale_jax
 from lossscale_core import DynamicScaling, GuardState, ScaleState, SpikeGuard
 from lossscale_core.errors import ScaleStateError
-from lossscale_jax import LossScaledState, get_last_step, get_scale_state, loss_scaled
+from lossscale_jax import LossScaledState, get_last_step, get_scale_state, loss_scaled, value_and_grad
 from tests.adapters.jax_reading import bits, step_of
 
 POLICY = DynamicScaling(init_scale=2.0**10)
@@ -46,6 +46,13 @@ def test_two_optimizers_decide_together(bad):
     grads |= {bad: jnp.full(2, jnp.nan)} if bad else {}
     params, _ = optimizer.apply_gradients(grads, optimizer.init(PARAMS), PARAMS)
     assert [bits(params[key]) == bits(PARAMS[key]) for key in PARAMS] == [bad is not None] * 2
+
+
+def test_a_loss_that_must_be_finite_too():
+    """An infinite loss with finite gradients is an overflow if the flags are combined."""
+    value, _, _, finite = value_and_grad(lambda x: x + jnp.inf)(POLICY.init_state(), 1.0)
+    assert finite
+    assert POLICY.update(POLICY.init_state(), finite & jnp.isfinite(value), xp=jnp).skipped_steps == 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"guard": SpikeGuard()}])

@@ -21,6 +21,7 @@ from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
 from lossscale_core.errors import CallOrderError, OverflowStreakError, RetriesExhaustedError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
+from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _local, _on_ranks
 from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, Veto, copies, one, same, take_step, two
 from tests.torch_versions import FSDP2
@@ -325,6 +326,17 @@ def test_loops_that_give_up_one_of_two_optimizers():
                 scaler.update()
         assert attempt.number == 5
         assert loop != 2 or "3 of 3 steps skipped" in scaler.diagnose()
+
+
+@pytest.mark.parametrize(("mode", "length"), [(contextlib.nullcontext, 0), (RecordedGraph, 4)], ids=["host", "device"])
+def test_a_buffer_that_the_first_forward_pass_resizes_in_place(mode, length):
+    """A skipped step makes the buffer empty again, unless the host does not know that the step was skipped."""
+    loop = Loop(fused=True, protects=True, model=nn.Sequential(nn.Linear(4, 4), Observer()))
+    with mode():
+        loop.step(is_bad=True)
+    assert len(loop.model[1].largest) == length
+    loop.step()
+    assert len(loop.model[1].largest) == 4
 
 
 NOT_ONE_STEP = [

@@ -4,11 +4,27 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import lossscale_torch
 from lossscale import from_tool, state_from_tool
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from tests.adapters.torch_steps import INF, one, take_step
 from tests.command.commanding import succeed
+from tests.strategies import overflow_traces
+
+CONFIGS = st.fixed_dictionaries(
+    {"growth_interval": st.integers(-1, 6)},
+    optional={
+        "init_scale": st.integers(-20, 40).map(lambda power: 2.0**power),
+        "growth_factor": st.sampled_from([2.0, 4.0, 1.5]),
+        "backoff_factor": st.sampled_from([0.5, 0.25, 0.8]),
+    },
+)
+
 
 GIVEN = [
     {},
@@ -34,6 +50,27 @@ def _step(scaler, finite):
     """Take one step of torch's own scaler, with a gradient that is finite or not; return the scale after it."""
     take_step(scaler, one(lr=0.1)[1], 1.0 if finite else INF)
     return scaler.get_scale()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+@given(config=CONFIGS, grads_finite=overflow_traces(max_steps=60), stop=st.integers(0, 30))
+def test_grad_scaler(kind, config, grads_finite, stop):
+    """The whole run of torch's own scalers, and one resumed from the state dict after `stop` steps."""
+    group = {"process_group": dist.group.WORLD} if kind is ShardedGradScaler else {}
+    scaler, policy = kind("cpu", **config, **group), from_tool("torch", config)
+    scaler.scale(torch.zeros(()))  # what makes its state live
+    is_exact = config.get("growth_factor") != 1.5 and config.get("backoff_factor") != 0.8
+    states = [policy.init_state()]
+    for step, finite in enumerate(grads_finite):
+        if step == stop:
+            states.append(state_from_tool("torch", scaler.state_dict(), policy))
+        scale = _step(scaler, finite)
+        if not SMALLEST_SCALE < scale < LARGEST_SCALE:
+            return
+        states = [policy.update(state, finite) for state in states]
+        for state in states:
+            assert float(state.loss_scale) == pytest.approx(scale, rel=0.0 if is_exact else 1e-6 * (step + 1))
 
 
 def _stepped():

@@ -52,6 +52,18 @@ def test_a_hook_that_raises_does_not_keep_the_others_from_their_work(point, fuse
     assert (attempt.number, bool(attempt.info)) == (2, True)
 
 
+def test_an_optimizer_that_raises_after_unscaling_was_not_applied():
+    """The update says so, and protected buffers come back."""
+    loop = Loop(protects=True)
+    before, loop.optimizer.step = loop.buffers(), _Raises("step").fail
+    loop.backward()
+    loop.scaler.unscale_(loop.optimizer)
+    with pytest.raises(KeyError):
+        loop.scaler.step(loop.optimizer)
+    assert not loop.scaler.update().applied
+    assert same(before, loop.buffers())
+
+
 def _is_interrupted(call, line):
     """Call a function; return whether Ctrl-C came at a line of this package, which are counted as they run."""
     left = line
