@@ -126,6 +126,6 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def _narrows(grad: Any, variable: Any) -> bool:
-    """Return whether a gradient is cast to a dtype in which it may become infinite: from float64, or to a half one."""
+    """Return whether a gradient is cast to a dtype in which it may be infinite: from 64-bit parts, or to a half one."""
     given, dtype = (keras.backend.standardize_dtype(each.dtype) for each in (grad, variable))
-    return given != dtype and (given == "float64" or dtype in ("float16", "bfloat16"))
+    return given != dtype and (given in ("float64", "complex128") or dtype in ("float16", "bfloat16"))

@@ -12,7 +12,7 @@ import pytest
 from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_core.errors import OverflowStreakError
 from lossscale_keras import LossScaleLogger, LossScaleOptimizer
-from tests.adapters.keras_loops import BACKEND, assert_same, value_of, values_of
+from tests.adapters.keras_loops import BACKEND, EACH_WRAPPER, assert_same, value_of, values_of
 
 PAGE = (Path(__file__).parents[2] / "docs/keras-and-tensorflow.md").read_text(encoding="utf-8")
 DATA = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
@@ -56,6 +56,26 @@ def test_fit_trains_in_float16_and_skips_bad_batches(jit_compile):
     info = optimizer.last_step
     assert (float(info.loss_scale_used), float(info.loss_scale_after)) == (scale / 2, scale / 4)
     assert (bool(info.applied), int(info.overflow_streak)) == (False, 2)
+
+
+@EACH_WRAPPER
+@pytest.mark.parametrize("jit_compile", {"jax": [True], "torch": [False]}.get(BACKEND, [False, True]))
+def test_fit_calls_what_a_subclass_overrides(wrapper, jit_compile):
+    """`apply`, and on JAX `stateless_apply`, as with Keras's own wrapper. Here gradients of ones replace the scaled."""
+
+    class Ones(wrapper):
+        def apply(self, grads, trainable_variables=None):
+            super().apply([keras.ops.ones_like(grad) * self.dynamic_scale for grad in grads], trainable_variables)
+
+        def stateless_apply(self, optimizer_variables, grads, trainable_variables):
+            grads = [keras.ops.ones_like(grad) * 8.0 for grad in grads]
+            return super().stateless_apply(optimizer_variables, grads, trainable_variables)
+
+    model = _model(optimizer=Ones(keras.optimizers.SGD(1.0), 8.0), jit_compile=jit_compile)
+    before = model.get_weights()
+    model.fit(DATA[:16], DATA[:16, 0], batch_size=8, verbose=0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_allclose(old - new, 2.0, rtol=1e-5)
 
 
 def test_the_logger_tells_of_the_first_bad_loss(caplog):

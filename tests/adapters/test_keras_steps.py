@@ -90,7 +90,7 @@ def test_a_step_that_the_inner_optimizer_refuses_is_not_counted():
 
 
 WIDE = [("float64", 1e39), ("float64", 1e200)] if BACKEND != "jax" else []
-TOO_WIDE = [("float32", 8.0, 1e100)] if BACKEND != "jax" else []  # which has no float64 unless it is switched on
+TOO_WIDE = [("float32", 8.0, 1e100), ("complex64", 8.0, 1e100j)] if BACKEND != "jax" else []  # it has no float64
 
 
 @EACH_WRAPPER
@@ -211,7 +211,7 @@ def test_large_finite_gradients_are_applied_and_what_unscaling_makes_infinite_is
 
 
 def test_a_gradient_that_is_infinite_in_the_dtype_of_its_variable_is_an_overflow():
-    """Of 1e100 in float64 for float32, of 1e6 in float32 for float16, and of 2**15 at a scale of 2**-2 in float16."""
+    """Of 1e100 for 32-bit parts, of 1e6 in float32 for float16, and of 2**15 at a scale of 2**-2 in float16."""
     for dtype, policy, grad in (("float16", "none", np.float32(1e6)), *TOO_WIDE):
         optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy), _variables(dtype=dtype)
         apply(optimizer, variables, [np.full(3, grad)])
