@@ -76,6 +76,10 @@ class Losses:
         self._change = object()
         return ScaledLoss(self, loss_scale, self._change)
 
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of TensorFlow by their names."""
+        return {"last_loss_scale": self._last.variable, "last_loss_stage": self._stage.variable}
+
     def apply_traced(self) -> None:
         """Record that the trace of JAX that scaled a loss applies its gradients itself."""
         self._returns_gradients = False

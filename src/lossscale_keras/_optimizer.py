@@ -566,11 +566,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         guard = {name.removeprefix("guard_"): saved.pop(name) for name in list(saved) if name.startswith("guard_")}
         self.load_state_dict({**saved, "guard": guard or None})
 
+    def _trackable_children(self, save_type: str = "checkpoint", **settings: Any) -> dict[str, Any]:
+        """Return the objects that TensorFlow saves; a SavedModel names all variables of its functions."""
+        children: dict[str, Any] = super()._trackable_children(save_type, **settings)
+        return {**children, **self._losses.variables()} if save_type == "savedmodel" else children
+
     def _has_limits(self) -> bool:
         """Return whether a step may end in an error, so that it reads the state."""
-        has_streak = self.guard is not None and self.guard.max_streak is not None
         limit = core.BaseScaling.of(self.policy).max_overflow_streak
-        return has_streak or limit is not None
+        return limit is not None or (self.guard is not None and self.guard.max_streak is not None)
 
     def _read_and_log(self) -> States:
         """Return the states as host scalars, and log the events of the scale."""

@@ -128,7 +128,7 @@ class StoredNumber:
         with tf.init_scope():
             # A mirrored variable needs a merge call, which a user's loop must not contain:
             # https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute/mirrored_run.py#L503
-            self._variable = tf.Variable(
+            self.variable = tf.Variable(
                 start,
                 trainable=False,
                 name=name,
@@ -139,8 +139,8 @@ class StoredNumber:
     def set(self, number: tf.Tensor | float) -> None:
         """Set the number."""
         self._is_set = True
-        self._variable.assign(number)
+        self.variable.assign(number)
 
     def get(self) -> tf.Tensor | None:
         """Return the number, or None before any code set it, or was traced that sets it."""
-        return tf.convert_to_tensor(self._variable) if self._is_set else None
+        return tf.convert_to_tensor(self.variable) if self._is_set else None

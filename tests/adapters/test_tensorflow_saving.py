@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+import lossscale_keras
 from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_tf import LossScaleOptimizer, v1
 
@@ -65,3 +66,23 @@ def test_keras_own_wrapper_refuses_our_config():
     """It lacks the policy, and would continue with a rule of its own."""
     with pytest.raises(ValueError, match="LossScaleOptimizer does not support"):
         keras.optimizers.LossScaleOptimizer.from_config(LossScaleOptimizer(keras.optimizers.SGD(0.1)).get_config())
+
+
+@pytest.mark.parametrize("wrapper", [LossScaleOptimizer, lossscale_keras.LossScaleOptimizer])
+def test_a_saved_model_trains_on(tmp_path, wrapper):
+    """A function that trains is exported with all its variables, as with Keras's own wrapper; no checkpoint changes."""
+    module, variable = tf.Module(), tf.Variable(10.0)
+    module.variable, module.optimizer = variable, wrapper(keras.optimizers.SGD(1.0), policy=POLICY)
+    module.optimizer.build([variable])
+
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = module.optimizer.scale_loss(variable * factor)
+        module.optimizer.apply(tape.gradient(loss, [variable]), [variable])
+        return variable.read_value()
+
+    module.step = tf.function(step, input_signature=[tf.TensorSpec(())])
+    tf.saved_model.save(module, tmp_path / "module")
+    loaded = tf.saved_model.load(tmp_path / "module")
+    assert [float(loaded.step(each)) for each in (2.0, np.inf, 3.0)] == [8.0, 8.0, 5.0]
+    assert "last_loss_scale" not in str(tf.train.list_variables(tf.train.Checkpoint(module).save(tmp_path / "point")))

@@ -81,8 +81,8 @@ TESTS = {
         *: watch conformance/backends@tensorflow
     """,
     "lossscale_tf.keras": """
-        _inner _slots: promises_keras keras
-        _saving: keras promises_keras adapters/keras_saving
+        _inner: promises_keras keras adapters/keras_saving
+        _slots: promises_keras keras
         _optimizer: keras promises_keras last_loss mistakes fit
         __init__: promises_keras
     """,

@@ -1,14 +1,16 @@
 """Calls to an inner Keras optimizer through the interface of its generation: Keras 3, or tf_keras's two."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from lossscale_core import SpikeGuard, as_policy, policy_from_dict
 from lossscale_core.adapters import describe
 from lossscale_keras.tensorflow import is_distributed
-from lossscale_tf._documented import scales_already
+from lossscale_tf._documented import DynamicLossScale, FixedLossScale, scales_already
 
 
 def require_tensorflow() -> None:
@@ -47,7 +49,29 @@ def require_optimizer(inner: Any) -> None:
         )
 
 
-def deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
+def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
+    """Return the constructor's arguments from a config, which is not changed.
+
+    Supported configs are those of this wrapper, of Keras 3's wrapper, and of `tf.keras.mixed_precision`'s two wrappers.
+    """
+    config = copy.deepcopy(config)
+    config.pop("learning_rate", None)  # the wrapper has no learning rate
+    inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
+    config["inner_optimizer"] = _deserialized(inner, custom_objects) if isinstance(inner, dict) else inner
+    loss_scale = config.pop("loss_scale", None)
+    if isinstance(loss_scale, dict) and "class_name" in loss_scale:  # of the experimental API
+        policy_type = FixedLossScale if loss_scale["class_name"] == "FixedLossScale" else DynamicLossScale
+        loss_scale = policy_type(**loss_scale["config"])
+    if config.get("policy") is not None:
+        config["policy"] = policy_from_dict(config["policy"])
+    elif loss_scale is not None:
+        config["policy"] = as_policy(loss_scale)
+    if isinstance(config.get("guard"), dict):
+        config["guard"] = SpikeGuard(**config["guard"])
+    return config
+
+
+def _deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
     """Return the optimizer of a config, which is of Keras 3 or of tf_keras."""
     if _is_of_tf_keras(config):  # Keras 3 would read its class names as its own
         import tf_keras

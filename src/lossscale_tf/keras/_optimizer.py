@@ -20,7 +20,6 @@ from lossscale_tf._state import warn_if_resumed
 from lossscale_tf._verbs import Gradient, Tree, as_tensor, is_gradient, scale_by, times, unscale_by
 from lossscale_tf.keras import _inner
 from lossscale_tf.keras._inner import is_keras_3
-from lossscale_tf.keras._saving import arguments_of
 from lossscale_tf.keras._slots import Slots
 
 _apply_gradients: ContextVar[tuple[Any, bool]] = ContextVar("_apply_gradients", default=(None, False))
@@ -400,7 +399,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         Returns:
             The wrapper, around a new inner optimizer.
         """
-        return cls(**arguments_of(config, custom_objects))
+        return cls(**_inner.arguments_of(config, custom_objects))
 
     def _warn_if_resumed(self) -> None:
         self._steps.has_begun = True
