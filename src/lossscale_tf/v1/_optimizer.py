@@ -7,16 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lossscale_core import (
-    ScaleState,
-    ScaleWatch,
-    ScalingPolicy,
-    StepInfo,
-    check_limits,
-    metrics,
-    state_from_dict,
-    state_to_dict,
-)
+from lossscale_core import ScaleState, ScalingPolicy, StepInfo, check_limits, metrics, state_from_dict, state_to_dict
 from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_keras.tensorflow import merges_replicas
 from lossscale_tf._documented import policy_of, require_policy_or_number, scales_already
@@ -133,8 +124,7 @@ class LossScaleOptimizer(_Optimizer):
         Raises:
             CheckpointError: `saved` is not a saved state, or is one of a newer version.
         """
-        assigned = self._step.state.assign(state_from_dict(saved, self.policy))
-        self._step.watch = ScaleWatch()
+        assigned = self._step.restart(state_from_dict(saved, self.policy))
         return None if tf.executing_eagerly() else tf.group(*assigned)
 
     def _read_and_log(self) -> ScaleState:

@@ -47,6 +47,11 @@ class Step:
         self.watch = ScaleWatch()
         self.last_step: StepInfo | None = None
 
+    def restart(self, state: Any) -> list[Any]:
+        """Set the state, and watch it anew."""
+        self.watch = ScaleWatch()
+        return self.state.assign(state)
+
     def take(
         self,
         grads: list[Gradient],
