@@ -150,6 +150,14 @@ def test_a_module_runs_as_it_does_without_us(run, tmp_path, name, status):
     assert (status == 1) == ("No module named 'absent'" in done.stderr)
 
 
+def test_a_trace_in_a_folder_that_does_not_exist_is_refused(run, tmp_path):
+    """Before the script begins."""
+    (tmp_path / "train.py").write_text("print('begins')")
+    done = run(tmp_path, "--trace", "none/scale.csv", "train.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "none/scale.csv: No such file or directory; make its folder first" in done.stderr
+
+
 @pytest.mark.parametrize("program", [("-m", "nowhere"), ("-m", "package.nowhere"), ("-m", "gone.nowhere")])
 def test_a_program_that_is_not_there_is_named(run, tmp_path, program):
     """Before anything else, with status 2."""
