@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.other_tools import table
-from lossscale_core.adapters import shown_number
+from lossscale_core.adapters import format_number
 from lossscale_core.files import write_whole
 
 PAGE = Path(__file__).parents[1] / "migrating.md"
@@ -44,7 +44,7 @@ def _default(value: Any) -> str:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"={str(value).lower()}"
-    return "=" + (shown_number(value).replace("inf", "none") if value else "none" if isinstance(value, float) else "0")
+    return "=" + (format_number(value).replace("inf", "none") if value else "none" if isinstance(value, float) else "0")
 
 
 if __name__ == "__main__":

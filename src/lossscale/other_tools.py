@@ -17,8 +17,8 @@ from lossscale_core.adapters import (
     SMALLEST_SCALE,
     check_setting,
     describe,
+    join_names,
     read_torch_keys,
-    shown_names,
     unknown_name,
     warn_caller,
 )
@@ -138,7 +138,7 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
     values = _named(name, tool, config)
     if keys := [key for key, value in _block(tool, config).items() if isinstance(value, str) and value == "auto"]:
         warn_caller(
-            f'{name}: {shown_names(keys)} of "auto" is taken for the default of {name}; a trainer may fill in another '
+            f'{name}: {join_names(keys)} of "auto" is taken for the default of {name}; a trainer may fill in another '
             "value, so write the number"
         )
     given = {key: value for key, value in values.items() if value is not None}
@@ -325,7 +325,7 @@ def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, 
     inner = [each for each in checkpoint if fnmatchcase(str(each), layout.get("within", ""))]
     parts = [each for each in inner if isinstance(checkpoint[each], Mapping)]
     if len(parts) > 1:
-        raise CheckpointError(f"this checkpoint of {name} holds {len(parts)} scalers; pass one: {shown_names(parts)}")
+        raise CheckpointError(f"this checkpoint of {name} holds {len(parts)} scalers; pass one: {join_names(parts)}")
     part, saved = checkpoint[parts[0]] if parts else {**checkpoint, **read_torch_keys(checkpoint)}, dict[str, Any]()
     for key in sorted(filter(lambda key: isinstance(key, str), part), key=lambda key: key.startswith("_")):
         saved.setdefault(_AROUND_NAME.sub("", key.removesuffix(_TENSORFLOW)).lstrip("_"), part[key])

@@ -106,7 +106,7 @@ def scale(loss: Any, state: ScaleState, *, xp: Namespace | None = None) -> Any:
     loss_scale = loss_scale_of(state, "scale(loss, state)")
 
     def scale_leaf(_: Any, array: Array, leaf_xp: Namespace) -> Any:
-        return _lifted(array, leaf_xp) * _scale_for(array, loss_scale, leaf_xp)
+        return _at_least_float32(array, leaf_xp) * _scale_for(array, loss_scale, leaf_xp)
 
     return _map_arrays(scale_leaf, loss, xp)
 
@@ -174,7 +174,7 @@ def unscale(grads: TreeT, state: ScaleState, *, xp: Namespace | None = None) -> 
         if not _is_gradient(array, leaf_xp):
             return leaf
         # A quotient, not a product with the reciprocal: scales that are not powers of two lose no digit.
-        return _lifted(array, leaf_xp) / _scale_for(array, loss_scale, leaf_xp)
+        return _at_least_float32(array, leaf_xp) / _scale_for(array, loss_scale, leaf_xp)
 
     unscaled: TreeT = _map_arrays(unscale_leaf, grads, xp)
     return unscaled
@@ -251,7 +251,7 @@ def _is_gradient(array: Array, xp: Namespace) -> bool:
     raise TypeError(f"a leaf of dtype {array.dtype} is not a gradient; pass {fields}float arrays, integers or None")
 
 
-def _lifted(array: Array, xp: Namespace) -> Array:
+def _at_least_float32(array: Array, xp: Namespace) -> Array:
     """Return `array` in float32, or in its own dtype if that is wider."""
     dtype = xp.result_type(array.dtype, xp.float32) if _is_gradient(array, xp) else xp.float32
     return xp.astype(array, dtype, copy=False)

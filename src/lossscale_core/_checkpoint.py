@@ -11,7 +11,7 @@ import numpy as np
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
 from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, policy_to_dict
 from lossscale_core._guard import LARGEST_NORM, GuardState, SpikeGuard
-from lossscale_core._messages import describe, shown_names, shown_number, warn_caller
+from lossscale_core._messages import describe, format_number, join_names, warn_caller
 from lossscale_core._policy import NoScaling
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import HostScalar, ScaleState, read, require_one_state
@@ -99,7 +99,7 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
         rounded = np.float32(before)
     fields["loss_scale"] = scale = np.float32(min(max(before, low), high))
     if scale != rounded:
-        notes.append(f"loss_scale was {shown_number(before)} and becomes {shown_number(float(scale))}")
+        notes.append(f"loss_scale was {format_number(before)} and becomes {format_number(float(scale))}")
     if notes:
         how = "the saved state is changed" if policy is None else "the state continues under another policy"
         warn_caller(f"{how}: {'; '.join(notes)}", CheckpointWarning)
@@ -176,7 +176,7 @@ def _require_version(saved: Mapping[str, Any]) -> None:
         parts = [key for key, part in saved.items() if isinstance(part, Mapping) and "loss_scale" in part]
         part = f"its part {describe(parts[0])}" if parts else "a dict that state_to_dict returned"
         raise CheckpointError(
-            f"the saved state has no version, but {shown_names(saved) or 'nothing'}; pass {part}, or, if another tool "
+            f"the saved state has no version, but {join_names(saved) or 'nothing'}; pass {part}, or, if another tool "
             "such as torch saved it, lossscale.state_from_tool('torch', saved)"
         )
     version = _item(saved["version"])

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 import numpy as np
 
 from lossscale_core._base import KINDS, BaseScaling, ScalingPolicy
-from lossscale_core._messages import describe, nearest_name, shown_names, unknown_name
+from lossscale_core._messages import describe, join_names, nearest_name, unknown_name
 from lossscale_core._policy import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core._settings import rules_of
 from lossscale_core._state import Namespace, ScaleState
@@ -140,7 +140,7 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
         )
     if "kind" not in config:
         hint = f"add kind = 'dynamic' (known: {', '.join(KINDS)}), outside of any table; {_FROM_TOOL}"
-        raise PolicyError(f"the policy's config has no 'kind', but {shown_names(config) or 'nothing'}; {hint}")
+        raise PolicyError(f"the policy's config has no 'kind', but {join_names(config) or 'nothing'}; {hint}")
     kind = config["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
         fault = unknown_name(kind, "a kind of policy", KINDS)

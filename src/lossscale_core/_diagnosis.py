@@ -8,7 +8,7 @@ import numpy as np
 from lossscale_core._base import BaseScaling
 from lossscale_core._config import PolicyLike, as_policy
 from lossscale_core._guard import SPIKES_HINT, GuardState, SpikeGuard
-from lossscale_core._messages import shown_number
+from lossscale_core._messages import format_number
 from lossscale_core._reports import BACKWARD_CAUSES, UNCLEARED
 from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core._state import ScaleState, read, require_one_state
@@ -55,7 +55,7 @@ def _streak_message(policy: BaseScaling, state: ScaleState[Any]) -> str:
         return ""
     return (
         f"overflow_streak={streak} has reached max_overflow_streak={limit} at a loss scale of "
-        f"{shown_number(float(state.loss_scale))}; look for a NaN or infinity in the loss, or raise "
+        f"{format_number(float(state.loss_scale))}; look for a NaN or infinity in the loss, or raise "
         "max_overflow_streak where init_scale is known to be far too large"
     )
 
@@ -113,7 +113,7 @@ def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[
         The verdict and the sentences.
     """
     scale, steps, skipped, streak = state.loss_scale, state.steps, state.skipped_steps, state.overflow_streak
-    first, scale_text = numbers_of(policy.init_state(), "init_state"), shown_number(scale)
+    first, scale_text = numbers_of(policy.init_state(), "init_state"), format_number(scale)
     start, adapts, limit = first.loss_scale, policy.adapts, _streak_message(policy, state)
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         return "broken", f"the loss scale is {scale:g}, which no policy reaches. Restore an earlier checkpoint."
@@ -157,9 +157,9 @@ def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[
         lower = ", or lower min_scale" if is_at_min and low > SMALLEST_SCALE else ""
         hint = f"Look for {uncleared}{_NAN_HINT}{lower}."
     counts, overflowing = f"{skipped} of {steps} steps skipped", f"the last {streak} steps in a row overflowed"
-    trend = f"is {scale_text}" if scale >= start else f"comes down from {shown_number(start)}, now {scale_text}"
+    trend = f"is {scale_text}" if scale >= start else f"comes down from {format_number(start)}, now {scale_text}"
     at_start = f"{counts} while the loss scale {trend}. This is normal at the start; a smaller init_scale shortens it."
-    at_min = f"{overflowing} and the loss scale cannot go below {shown_number(float(low))}. {hint}"
+    at_min = f"{overflowing} and the loss scale cannot go below {format_number(float(low))}. {hint}"
     fallen = f", and the loss scale has fallen to {scale_text}" if has_fallen else ""
     can_grow = adapts and scale >= high > low and applied >= policy.growth_interval
     room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"

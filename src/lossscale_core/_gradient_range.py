@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core._messages import describe, shown_names, shown_number
+from lossscale_core._messages import describe, format_number, join_names
 
 _LOWEST, _HIGHEST = -24, 40
 """The exponents of the loss scales to try."""
@@ -31,14 +31,14 @@ class GradientRange(NamedTuple):
         """Return the findings as sentences."""
         if self.overflows_above == 0.0:
             return f"{self.first_overflow} is not finite at any loss scale: look at the inputs and the forward pass"
-        limit = shown_number(self.overflows_above)
+        limit = format_number(self.overflows_above)
         lines = [f"finite up to a loss scale of {limit}"]
         if self.first_overflow is not None:
             lines[0] += f"; above it {self.first_overflow} overflows first"
         for name, share in sorted(self.flushed.items(), key=lambda item: -item[1]):
             lines.append(f"{name}: {share:.2g} of its elements are zero at a loss scale of 1, but not at {limit}")
         if self.unscaled:
-            lines.append(f"not multiplied by the loss scale: {shown_names(self.unscaled)}")
+            lines.append(f"not multiplied by the loss scale: {join_names(self.unscaled)}")
         return "\n".join(lines)
 
 

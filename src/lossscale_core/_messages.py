@@ -57,7 +57,7 @@ def describe(value: Any) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-def shown_names(names: Iterable[Any]) -> str:
+def join_names(names: Iterable[Any]) -> str:
     """Return at most twelve names, separated by commas.
 
     Args:
@@ -75,7 +75,7 @@ def shown_names(names: Iterable[Any]) -> str:
     return ", ".join(words) + (f" and {more} more" if more else "")
 
 
-def shown_number(number: float) -> str:
+def format_number(number: float) -> str:
     """Return a number as text, a power of two from 2**10 up or from 2**-10 down as `2**n`.
 
     Args:

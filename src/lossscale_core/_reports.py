@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lossscale_core._messages import shown_names
+from lossscale_core._messages import join_names
 
 BACKWARD_CAUSES = "a division by zero, or a root or a logarithm at zero, in the backward pass"
 """What makes gradients NaN at each loss scale though the loss is finite: https://github.com/jax-ml/jax/issues/26328."""
@@ -102,7 +102,7 @@ def locate_fault(bad: Sequence[str], in_order: Sequence[str] = ()) -> str:
         The clause.
     """
     if len(in_order) < 2 or not {*bad} <= {*in_order}:
-        return f"the gradients of {shown_names(bad)} are not finite"
+        return f"the gradients of {join_names(bad)} are not finite"
     if len(bad) == len(in_order):
         return f"none of the {len(bad)} gradients is finite: look at the loss or the last layer"
     last = max(map(in_order.index, bad))

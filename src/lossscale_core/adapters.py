@@ -9,10 +9,10 @@ from lossscale_core._config import policy_text
 from lossscale_core._guard import check_guard
 from lossscale_core._messages import (
     describe,
+    format_number,
+    join_names,
     require_flag,
     require_pairs,
-    shown_names,
-    shown_number,
     unknown_name,
     warn_caller,
 )
@@ -34,7 +34,9 @@ __all__ = [
     "clip_divisor",
     "decide",
     "describe",
+    "format_number",
     "guard_state_from_dict",
+    "join_names",
     "locate_fault",
     "log_event",
     "loss_scale_of",
@@ -43,8 +45,6 @@ __all__ = [
     "read_torch_keys",
     "require_flag",
     "require_pairs",
-    "shown_names",
-    "shown_number",
     "tree",
     "unknown_name",
     "warn_caller",

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lossscale_core.adapters import shown_names, shown_number
+from lossscale_core.adapters import format_number, join_names
 from lossscale_core.testing.loops import BAD_STEPS, CLOSE, SCALES, change, not_skipped, same
 from lossscale_jax._gradients import PyTree, as_arrays, is_float, name_of
 
@@ -118,8 +118,9 @@ def check_train_step(
                 (a, _), (b, _) = _flat(small), _flat(taken(loss_scale, batch))
                 differing = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name], limit)]
                 if differing:
-                    used = f"a loss scale of {SCALES[0]:g} and one of {shown_number(loss_scale)} gave different results"
-                    raise AssertionError(f"at step {number} {used}: {shown_names(differing)}; {_UNSCALE}")
+                    other = format_number(loss_scale)
+                    used = f"a loss scale of {SCALES[0]:g} and one of {other} gave different results"
+                    raise AssertionError(f"at step {number} {used}: {join_names(differing)}; {_UNSCALE}")
             state = small
 
 

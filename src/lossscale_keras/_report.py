@@ -5,7 +5,7 @@ from typing import Any
 from keras import ops
 
 from lossscale_core.adapters import OverflowReport, require_pairs
-from lossscale_keras._verbs import all_finite, dense, is_gradient, lifted
+from lossscale_keras._verbs import all_finite, at_least_float32, dense, is_gradient
 
 
 def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
@@ -28,7 +28,7 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
     pairs = require_pairs(grads_and_vars, "overflow_report")
     checked = [(grad, variable) for grad, variable in pairs if is_gradient(grad)]
     bad = [
-        (getattr(variable, "path", variable.name), ops.convert_to_numpy(lifted(dense(grad))))
+        (getattr(variable, "path", variable.name), ops.convert_to_numpy(at_least_float32(dense(grad))))
         for grad, variable in checked
         if not bool(all_finite(grad))
     ]

@@ -10,7 +10,7 @@ from keras import ops
 from lossscale_core.adapters import norm_by_unit
 from lossscale_keras._backend import BACKEND, native, xp
 from lossscale_keras._places import Traced
-from lossscale_keras._verbs import all_finite, dense, lifted, parts
+from lossscale_keras._verbs import all_finite, at_least_float32, dense, parts
 
 
 class NoState(NamedTuple):
@@ -56,7 +56,7 @@ def check(grads: list[Any], variables: list[Any], loss_scale: Any, with_norm: bo
     pairs = [(grad, each) for grad, each in zip(grads, variables, strict=True) if grad is not None]
     new_values = [dense(grad) for grad, each in pairs if is_overwritten(each)]
     pairs = [(grad, each) for grad, each in pairs if not is_overwritten(each)] if new_values else pairs
-    scaled = [(lifted(part), each.dtype) for grad, each in pairs for part in parts(grad)]
+    scaled = [(at_least_float32(part), each.dtype) for grad, each in pairs for part in parts(grad)]
     narrows = any(_narrows(grad, each) for grad, each in pairs)
     total = native.sum_of_squares([grad for grad, _ in scaled])
     wide = keras.backend.standardize_dtype(total.dtype)
@@ -92,7 +92,7 @@ def unscaled(grads: list[Any], variables: list[Any], divisor: Any) -> list[Any]:
     """Return gradients divided by `divisor`, if it is not None, in float32 or wider, in their variables' dtypes."""
     divide = _division_by(divisor)
     return [
-        grad if grad is None or is_overwritten(each) else _cast(divide(lifted(grad)), each.dtype)
+        grad if grad is None or is_overwritten(each) else _cast(divide(at_least_float32(grad)), each.dtype)
         for grad, each in zip(grads, variables, strict=True)
     ]
 

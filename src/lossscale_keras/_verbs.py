@@ -50,7 +50,7 @@ def scale(loss: Tree, state: ScaleState) -> Tree:
         TypeError: `state` is not a state.
     """
     factor = loss_scale_of(state, "scale(loss, state)")
-    return tree.map_leaves(lambda leaf: None if leaf is None else ops.multiply(lifted(leaf), factor), loss)
+    return tree.map_leaves(lambda leaf: None if leaf is None else ops.multiply(at_least_float32(leaf), factor), loss)
 
 
 def all_finite(grads: Any) -> Any:
@@ -89,7 +89,9 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
         TypeError: `state` is not a state, or a leaf is neither an array nor a number nor None.
     """
     divisor = loss_scale_of(state, "unscale(grads, state)")
-    return tree.map_leaves(lambda leaf: ops.divide(lifted(leaf), divisor) if is_gradient(leaf) else leaf, grads)
+    return tree.map_leaves(
+        lambda leaf: ops.divide(at_least_float32(leaf), divisor) if is_gradient(leaf) else leaf, grads
+    )
 
 
 def select(grads_finite: Any, new: Tree, old: Tree) -> Tree:
@@ -127,7 +129,7 @@ def is_gradient(leaf: Any) -> bool:
     return keras.backend.standardize_dtype(leaf.dtype).startswith(("float", "bfloat", "complex"))
 
 
-def lifted(leaf: Any) -> Any:
+def at_least_float32(leaf: Any) -> Any:
     """Return an array in the dtype in which it is scaled: all below float32, and whole numbers, in float32."""
     leaf = leaf if hasattr(leaf, "dtype") else ops.convert_to_tensor(leaf)
     return leaf if keras.backend.standardize_dtype(leaf.dtype) in _WIDE else ops.cast(leaf, "float32")
@@ -136,7 +138,7 @@ def lifted(leaf: Any) -> Any:
 def dense(leaf: Any) -> Any:
     """Return TensorFlow's `IndexedSlices` with duplicates summed, float8 in float32, and other arrays as they are."""
     array = ops.convert_to_tensor(without_duplicates(leaf))
-    return lifted(array) if "float8" in str(array.dtype) else array
+    return at_least_float32(array) if "float8" in str(array.dtype) else array
 
 
 def parts(leaf: Any) -> tuple[Any, ...]:

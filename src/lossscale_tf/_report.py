@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale_core.adapters import OverflowReport, require_pairs
-from lossscale_tf._verbs import all_finite, is_gradient, lifted, summed_values
+from lossscale_tf._verbs import all_finite, at_least_float32, is_gradient, summed_values
 
 
 def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
@@ -31,7 +31,7 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
     pairs = require_pairs(grads_and_vars, "overflow_report")
     checked = [(summed_values(grad), variable) for grad, variable in pairs if is_gradient(grad)]
     bad = [
-        (getattr(variable, "path", variable.name), lifted(values).numpy())
+        (getattr(variable, "path", variable.name), at_least_float32(values).numpy())
         for values, variable in checked
         if not bool(tf.reduce_all(tf.math.is_finite(tf.abs(values))))
     ]

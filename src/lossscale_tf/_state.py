@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale_core import BaseScaling, ScaleState, ScalingPolicy, as_policy
-from lossscale_core.adapters import shown_number, warn_caller
+from lossscale_core.adapters import format_number, warn_caller
 from lossscale_core.errors import CheckpointWarning
 
 
@@ -33,7 +33,7 @@ def warn_if_resumed(policy: ScalingPolicy, state: Any, iterations: Any) -> None:
     if steps_before > 0 and int(state.steps) == 0 and BaseScaling.of(policy).scales_losses:
         warn_caller(
             f"the wrapped optimizer has taken {steps_before} steps before, but the loss scale starts over at "
-            f"{shown_number(float(state.loss_scale))}; to continue from a checkpoint, keep this optimizer in it, or "
+            f"{format_number(float(state.loss_scale))}; to continue from a checkpoint, keep this optimizer in it, or "
             "its state_dict() for load_state_dict()",
             CheckpointWarning,
         )

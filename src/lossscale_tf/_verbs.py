@@ -124,7 +124,7 @@ def times(tensor: Any, factor: Any) -> Gradient:
     """Multiply a tensor or `IndexedSlices` by a factor of shape `()`, halves and whole numbers in float32."""
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(times(tensor.values, factor), tensor.indices, tensor.dense_shape)
-    wide = lifted(tensor)
+    wide = at_least_float32(tensor)
     return wide * tf.cast(factor, wide.dtype)
 
 
@@ -186,7 +186,7 @@ def _unless(proof: tf.Tensor, test: Callable[[], tf.Tensor]) -> tf.Tensor:
 def _elements_finite(leaves: list[Gradient]) -> tf.Tensor:
     values = [summed_values(leaf) for leaf in leaves]
     # In float32 if they are float8, for which TensorFlow has few operations.
-    values = [lifted(tensor) if tensor.dtype.size == 1 else tensor for tensor in values]
+    values = [at_least_float32(tensor) if tensor.dtype.size == 1 else tensor for tensor in values]
     parts = [part for tensor in values for part in _real_parts(tensor)]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in parts]) if parts else tf.constant(True)
 
@@ -204,7 +204,7 @@ def _real_parts(tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
     return (tf.math.real(tensor), tf.math.imag(tensor)) if tensor.dtype.is_complex else (tensor,)
 
 
-def lifted(tensor: Any) -> tf.Tensor:
+def at_least_float32(tensor: Any) -> tf.Tensor:
     """Return a tensor in the dtype in which it is scaled: halves and whole numbers in float32."""
     tensor = tf.convert_to_tensor(tensor)
     return tensor if tensor.dtype in WIDE else tf.cast(tensor, tf.float32)

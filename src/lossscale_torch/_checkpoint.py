@@ -23,9 +23,9 @@ from lossscale_core.adapters import (
     SMALLEST_SCALE,
     TORCH_KEYS,
     describe,
+    format_number,
+    join_names,
     read_torch_keys,
-    shown_names,
-    shown_number,
     warn_caller,
 )
 from lossscale_core.errors import CheckpointError, PolicyError
@@ -126,7 +126,7 @@ def restored(given: Any, policy: ScalingPolicy, follows: bool) -> tuple[ScalingP
             try:
                 state_from_dict(given)
             except CheckpointError as error:
-                lacks = f"load_state_dict() was given a dict without {shown_names(missing)}"
+                lacks = f"load_state_dict() was given a dict without {join_names(missing)}"
                 raise _MissingKeyError(f"{lacks}: {error}") from None
         ours, rule = state_to_dict(policy.init_state(), policy), _torchs_rule(given)
         if follows:
@@ -176,5 +176,5 @@ def _bounded(name: str, value: Any, low: float, high: float) -> float:
     """Return a loss scale within bounds; warn if it was beyond them."""
     within = min(max(float(value), low), high)
     if within != value:
-        warn_caller(f"{name}={describe(value)} is beyond the bounds of the policy, and becomes {shown_number(within)}")
+        warn_caller(f"{name}={describe(value)} is beyond the bounds of the policy, and becomes {format_number(within)}")
     return within

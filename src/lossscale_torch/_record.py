@@ -176,12 +176,12 @@ def flags_of(steps: Iterable[OptimizerStep], *, vetoes: bool) -> list[Tensor]:
 
 def combine(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the largest flag, which may be NaN: float32, shape `()`, on `device`; 0.0 if there is none."""
-    moved = [to_device(flag, device) for flag in flags]
-    if len(moved) == 1:
-        return moved[0]
-    if not moved:
+    on_device = [to_device(flag, device) for flag in flags]
+    if len(on_device) == 1:
+        return on_device[0]
+    if not on_device:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return functools.reduce(torch.maximum, [flag.reshape(()) for flag in moved])
+    return functools.reduce(torch.maximum, [flag.reshape(()) for flag in on_device])
 
 
 def read_numbers(tensors: Sequence[Tensor], device: torch.device) -> list[float]:

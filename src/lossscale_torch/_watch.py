@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lossscale_core import BaseScaling, GuardState, ScaleState, ScaleWatch, ScalingPolicy, check_limits
-from lossscale_core.adapters import BAD_LOSS, log_event, shown_number, warn_caller
+from lossscale_core.adapters import BAD_LOSS, format_number, log_event, warn_caller
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch._gradients import params_of
 from lossscale_torch._record import UNSCALED, OptimizerStep
@@ -61,7 +61,7 @@ class Watch(Hook):
         if scales and step.flags and _has_stepped(step.optimizer):
             warn_caller(
                 f"the optimizer has taken steps before, but its scaler starts over with a loss scale of "
-                f"{shown_number(scaler._init_scale)}; make one scaler for all steps, before the loop, and to continue "
+                f"{format_number(scaler._init_scale)}; make one scaler for all steps, before the loop, and to continue "
                 "from a checkpoint save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
                 CheckpointWarning,
             )

@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lossscale_core import GuardState, SpikeGuard, check_limits
-from lossscale_core.adapters import check_guard, describe, guard_state_from_dict, shown_number
+from lossscale_core.adapters import check_guard, describe, format_number, guard_state_from_dict
 from lossscale_core.errors import PolicyError, SyncError
 from lossscale_torch._gradients import Gradients, has_meshes, is_dtensor, params_of, reduce_max, to_device
 from lossscale_torch._record import PLAIN, READY, SPIKE, UNSCALED, VETO, OptimizerStep, combine, flags_of, kind_of
@@ -414,7 +414,7 @@ class SameOnRanks(Hook):
         torch.distributed.all_gather_object(theirs, mine, group=self.process_group)
         different = [rank for rank, state in enumerate(theirs) if state != theirs[0]]
         if different:
-            texts = [shown_number(state["loss_scale"]) if state else "disabled" for state in theirs]
+            texts = [format_number(state["loss_scale"]) if state else "disabled" for state in theirs]
             scales = ", ".join(f"rank {rank}: {texts[rank]}" for rank in [0, *different])
             entries = dict.fromkeys(name for state in theirs for name in state)  # one without a guard lacks its entry
             names = [name for name in entries if any(state.get(name) != theirs[0].get(name) for state in theirs)]

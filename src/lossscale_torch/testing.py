@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lossscale_core.adapters import shown_names, tree
+from lossscale_core.adapters import join_names, tree
 from lossscale_core.testing import loops
 from lossscale_torch._gradients import params_of, values_of
 from lossscale_torch._record import OptimizerStep
@@ -112,7 +112,7 @@ def _check_skips(build: Callable[[GradScaler], TrainingLoop]) -> None:
             # A setting that differs is the cause of what else differs.
             if names := sorted(_differing(run.followers(), clean.followers()), key=lambda name: not _is_setting(name)):
                 raise AssertionError(
-                    f"after step {number}, unlike without the skipped steps, {shown_names(names)}; {_FOLLOW}"
+                    f"after step {number}, unlike without the skipped steps, {join_names(names)}; {_FOLLOW}"
                 )
     if not _differing(start, _flat("", params)):
         raise AssertionError(

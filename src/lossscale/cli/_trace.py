@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossscale.cli._shared import say
-from lossscale_core.adapters import describe, shown_names
+from lossscale_core.adapters import describe, join_names
 from lossscale_core.errors import LossScaleError
 from lossscale_core.files import open_file
 from lossscale_core.testing import TITLES
@@ -49,7 +49,7 @@ def read_trace(path: Path) -> Trace:
         lines = _rows(text)
         titles = next(lines, [])
         if missing := [name for name in ("step", "scale", "overflowed") if name not in titles]:
-            has = shown_names(titles) or "nothing"
+            has = join_names(titles) or "nothing"
             raise click.UsageError(f"{path} has no column {missing[0]}; it has {has}; add it")
         places = [titles.index(name) if name in titles else None for name in TITLES]
         for number, line in enumerate(filter(any, lines), 2):

@@ -11,7 +11,7 @@ import click
 from lossscale.cli._shared import FILE, example, print_json, say, warnings_as_lines
 from lossscale.other_tools import state_from_tool, tools_of_checkpoint
 from lossscale_core import ScalingPolicy, diagnose, load_policy, policy_from_dict, state_from_dict, state_to_dict
-from lossscale_core.adapters import describe, read_torch_keys, shown_names
+from lossscale_core.adapters import describe, join_names, read_torch_keys
 from lossscale_core.errors import CheckpointError
 from lossscale_core.files import open_file, read_data
 
@@ -36,7 +36,7 @@ def command(file: Path, tool: str | None, policy_file: Path | None) -> None:
     content = _content(file)
     found = _scalers(content) or ({} if tool is None else {"": content})
     if not found:
-        names = shown_names(content) or "none"
+        names = join_names(content) or "none"
         raise click.UsageError(f"{file}: no known scaler under the names {names}; pass its own part, and --from TOOL")
     policy = None if policy_file is None else load_policy(policy_file)
     states = {
@@ -58,7 +58,7 @@ def _state(place: str, saved: Mapping[str, Any], tool: str | None, policy: Scali
         names = [tool] if tool is not None else tools_of_checkpoint(saved)
         if len(names) != 1:
             which = f"{', '.join(names)} save" if names else "no known tool saves"
-            raise click.UsageError(f"{place}: {which} these names: {shown_names(saved) or 'none'}; pass --from TOOL")
+            raise click.UsageError(f"{place}: {which} these names: {join_names(saved) or 'none'}; pass --from TOOL")
         state = state_from_tool(names[0], saved, policy)
     say(f"{place}: the scaler of {names[0]}")
     return state_to_dict(state, policy)

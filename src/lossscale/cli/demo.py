@@ -6,7 +6,7 @@ import click
 
 from lossscale.cli._shared import FILE, OVERWRITE, example, print_table, require_new, say
 from lossscale_core import load_policy
-from lossscale_core.adapters import policy_text, shown_number
+from lossscale_core.adapters import format_number, policy_text
 from lossscale_core.files import csv_lines, write_whole
 from lossscale_core.testing import TITLES
 
@@ -35,7 +35,7 @@ def command(policy_file: Path | None, weight: float, seed: int, steps: int, out:
     runs = {name: train(scaling, dtype, weight, seed, steps) for name, (dtype, scaling) in regimes(policy).items()}
     rows = [("regime", "accuracy", "zero", "skipped", "scale")]
     for name, run in runs.items():
-        skipped, scale = str(int(run.steps[2].sum())), shown_number(run.final_scale)
+        skipped, scale = str(int(run.steps[2].sum())), format_number(run.final_scale)
         rows.append((name, f"{run.accuracy:.1%}", f"{run.zero:.1%}", skipped, scale))
     title = f"Digits in float16: loss × {weight:g}, {steps} steps, seed {seed}"
     say(title)

@@ -10,7 +10,7 @@ import numpy as np
 from lossscale.cli._shared import AS_JSON, FILE, example, print_json, print_table, say, typed_policy
 from lossscale.cli._trace import Trace, read_trace
 from lossscale_core import BaseScaling, ScalingPolicy, diagnose, policy_to_dict, testing
-from lossscale_core.adapters import shown_number
+from lossscale_core.adapters import format_number
 
 _ONLY_FLAGS = "without gradient magnitudes the overflows do not react to the scale; a real run may differ"
 _WITH_MAGNITUDES = "gradients overflow above {dtype}'s largest number; those that did in the trace, from that scale on"
@@ -37,7 +37,7 @@ def command(policy: str, trace: Path, dtype: str, as_json: bool) -> None:
         return
     rows = [("steps", "loss scale", "skipped", "then")]
     for row in stretches:
-        steps, scale = f"{row['first_step']}-{row['last_step']}", shown_number(row["loss_scale"])
+        steps, scale = f"{row['first_step']}-{row['last_step']}", format_number(row["loss_scale"])
         rows.append((steps, scale, str(row["skipped"]), row["then"]))
     print_table(rows)
     if (reached := summary["max_overflow_streak_reached_at"]) is not None:

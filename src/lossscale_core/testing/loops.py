@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lossscale_core._messages import shown_names
+from lossscale_core._messages import join_names
 
 BAD_STEPS = frozenset((0, 3, 4))
 """The steps that overflow: the first, when nothing has moved yet, and two in a row."""
@@ -55,7 +55,7 @@ def not_skipped(number: int, changes: Sequence[str], hint: str) -> str:
         The message.
     """
     return (
-        f"step {number} was to be skipped, but {shown_names(changes)}; a skipped step must leave all as it was; {hint}"
+        f"step {number} was to be skipped, but {join_names(changes)}; a skipped step must leave all as it was; {hint}"
     )
 
 
@@ -72,7 +72,7 @@ def not_from_the_loss(number: int, names: Sequence[str], hint: str) -> str:
     """
     have = "has a gradient" if len(names) == 1 else "have gradients"
     return (
-        f"at step {number} the loss was multiplied by zero, and {shown_names(names)} {have} other than zero; what adds "
+        f"at step {number} the loss was multiplied by zero, and {join_names(names)} {have} other than zero; what adds "
         f"them misses the loss scale; {hint}"
     )
 

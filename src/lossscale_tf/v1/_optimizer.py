@@ -13,7 +13,7 @@ from lossscale_keras.tensorflow import merges_replicas
 from lossscale_tf._documented import policy_of, require_policy_or_number, scales_already
 from lossscale_tf._marks import mark_gradient, origins
 from lossscale_tf._state import warn_if_resumed
-from lossscale_tf._verbs import Gradient, as_tensor, cast_for, lifted, scale
+from lossscale_tf._verbs import Gradient, as_tensor, at_least_float32, cast_for, scale
 from lossscale_tf.v1._step import Step
 
 _Optimizer: Any = tf.compat.v1.train.Optimizer
@@ -159,7 +159,7 @@ class LossScaleOptimizer(_Optimizer):
             ValueError: A member of `var_list` is not a variable.
         """
         _require_variables([] if var_list is None else tf.nest.flatten(var_list))
-        grad_loss = None if grad_loss is None or tf.executing_eagerly() else lifted(grad_loss)
+        grad_loss = None if grad_loss is None or tf.executing_eagerly() else at_least_float32(grad_loss)
         state = self._step.state.read()
         scaled = (lambda: scale(loss(), state)) if callable(loss) else scale(loss, state)
         pairs = self._optimizer.compute_gradients(

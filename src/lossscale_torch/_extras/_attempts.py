@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lossscale_core import BaseScaling, ScaleState
-from lossscale_core.adapters import check_setting, shown_number, warn_caller
+from lossscale_core.adapters import check_setting, format_number, warn_caller
 from lossscale_core.errors import CallOrderError, RetriesExhaustedError
 from lossscale_torch._gradients import params_of
 from lossscale_torch._record import STEPPED, OptimizerStep, read_numbers
@@ -72,7 +72,7 @@ def _attempts(scaler: "GradScaler", modules: Sequence[Module], retries: int, rai
     if not tries.is_over:
         text = (
             f"the gradients of a step overflowed in {attempt.number + 1} tries, at the loss scales "
-            f"{', '.join(map(shown_number, attempt.scales))}; the step is skipped and the scale backs off once; look "
+            f"{', '.join(map(format_number, attempt.scales))}; the step is skipped and the scale backs off once; look "
             "for NaN in the backward pass, or pass more retries= if the scale began too high and has not reached its "
             "minimum"
         )
