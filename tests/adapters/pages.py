@@ -25,7 +25,8 @@ def code_of(page: str, heading: str, number: int = 0, *, before: bool = False) -
 def _blocks(text: str, dropped: str = "-") -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for block in re.finditer(r"^( *)```(python|diff)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
-        above = re.findall(r"^#+ (.+)$", text[: block.start()], re.MULTILINE)
+        prose = re.sub(r"^( *)```.*?^\1```", "", text[: block.start()], flags=re.MULTILINE | re.DOTALL)
+        above = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
         code = textwrap.dedent(block[3])
         found.setdefault(above[-1], []).append(after_diff(code, dropped) if block[2] == "diff" else code)
     return found

@@ -340,12 +340,12 @@ def _rows():
 
 
 def _run_by(check, step, bad_steps, fused):
-    """Take eight steps with a NaN in some, and one large norm; return what there is then, or the error's type."""
+    """Take eight steps with a NaN in some, a norm of 16 times the usual and a huge one; return what there is then."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     names = {"model": model, "optimizer": optimizer, "torch": torch, "guarded": guarded, "SpikeGuard": SpikeGuard}
-    names |= {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "bad": 0, "typical": 1.0}
+    names |= {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "bad": 0, "typical": 2.0}
     if check.startswith("guarded("):
         exec(check, names)
         check = "optimizer.step()"
@@ -354,7 +354,8 @@ def _run_by(check, step, bad_steps, fused):
         check = f"optimizer.step()\n{check}"
     for number in range(8):
         for param in model.parameters():
-            param.grad = torch.full_like(param, math.nan if number in bad_steps else 1e3 if number == 6 else 1.0)
+            factor = math.nan if number in bad_steps else {2: 16.0, 6: 1e3}.get(number, 1.0)
+            param.grad = torch.full_like(param, factor)
         names |= {"number": number, "before": copy.deepcopy(model.state_dict())}
         if not hasattr(optimizer, "last_step"):
             names["norm"] = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
