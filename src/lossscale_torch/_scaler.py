@@ -559,8 +559,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             self._require_loss(optimizer, caller)
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
-                f"{caller}() was given a guarded {type(optimizer).__name__}, whose step knows of no loss scale; use "
-                "either the scaler or guarded(), which both skip bad steps"
+                f"{caller}() was given a {type(optimizer).__name__}, whose step knows no loss scale; use either the "
+                "scaler or guarded(), which both skip bad steps"
             )
         if step["stage"] is not READY:
             self._require_open(step, caller)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from lossscale_core import SpikeGuard
+from lossscale_core import GuardState, SpikeGuard
 from lossscale_core.errors import CheckpointError, SyncError
 from lossscale_torch import GradScaler, guarded
 from tests.adapters.emulated_device import Emulated
@@ -150,9 +150,10 @@ def test_a_guarded_optimizer_loads_as_a_whole():
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict())
     other = guarded(torch.optim.SGD([param], lr=0.5), guard=RULE).state_dict()
-    for wrong, error in (({"guard": {"mean": 1.0}}, CheckpointError), ({"param_groups": []}, ValueError)):
+    (group,) = other["param_groups"]
+    for groups, error in (([{**group, "guarded_mean": "large"}], CheckpointError), ([group] * 2, ValueError)):
         with pytest.raises(error):
-            optimizer.load_state_dict({**other, **wrong})
+            optimizer.load_state_dict({**other, "param_groups": groups})
         assert str(optimizer.state_dict()) == str(before)
 
 
@@ -202,7 +203,11 @@ def _refused_by_one_rank(rank, world_size, how):
             info, refuses = take_steps([param], [optimizer], scaler, size * (rank + 1)), bad is not None
         assert (bool(info.applied), param.item() == before) == (not refuses, refuses)
         assert (bool(info.spiked), bool(info.overflowed)) == (bad == "spike", bad == "overflow")
-    state = (optimizer if how == "guarded" else scaler).state_dict()["guard"]
+    if how == "guarded":
+        group = optimizer.state_dict()["param_groups"][0]
+        state = {name: group[f"guarded_{name}"] for name in GuardState._fields}
+    else:
+        state = scaler.state_dict()["guard"]
     theirs = [None] * world_size
     dist.all_gather_object(theirs, state)
     assert theirs[0] == theirs[1]

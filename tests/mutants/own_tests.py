@@ -48,7 +48,7 @@ TESTS = {
         *: graphs other_packages
     """,
     "lossscale_torch._extras": """
-        _attach _attempts _guarded: attach attempts guarded guard transactions messages
+        _attach _attempts _guarded: attach attempts guarded guarded_checkpoints guard transactions messages
         _range_report _float32_plan: reports float32 messages
         __init__: scaler
     """,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lossscale_core import SpikeGuard
+from lossscale_core import GuardState, SpikeGuard, state_to_dict
 from lossscale_core.adapters import check_setting, describe, locate_fault, log_event
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
@@ -35,6 +35,8 @@ else:
 
 
 _NOT_APPLIED = StepInfo(False, 1.0, 1.0, 0)
+_NUMBERS = ("calls", "steps", "skipped_steps", "overflow_streak", *GuardState._fields)
+"""The numbers that a run needs to continue; the first parameter group has each of them as `guarded_<name>`."""
 
 
 class GuardedOptimizer(_AnyOptimizer):
@@ -94,7 +96,8 @@ def guarded(
         optimizer: An optimizer of torch or of another package. It keeps its identity and its methods, and gets a
             subclass of its class; copies and pickles are guarded, too.
         max_norm: The largest norm of all gradients after clipping.
-        guard: A `SpikeGuard`. The `state_dict` of the optimizer has its memory.
+        guard: A `SpikeGuard`. Its memory and the counts are numbers in the first parameter group, under names that
+            begin with `guarded_`, so that every checkpoint of the optimizer has them.
         max_streak: The number of bad steps in a row, NaN or infinity, that raises an error. A fused optimizer is read
             once in as many steps.
         on_bad: `"raise"` ends the run at the first bad step, by an `OverflowStreakError` before anything has changed;
@@ -132,6 +135,9 @@ def guarded(
     scaler._watch = GuardedWatch(*_names_of(optimizer, names), on_bad == "raise", limit)
     vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
     result: Any = optimizer
+    if "guarded_steps" in (group := _first_group(result)):  # from a checkpoint that was loaded before this call
+        scaler.load(group)
+    scaler.save(group)
     result._lossscale, result.__class__ = scaler, _guarded_class(result.__class__)
     return result
 
@@ -144,6 +150,7 @@ class _Step(GradScaler):
     def take(self, optimizer: torch.optim.Optimizer, inner: dict[str, Any]) -> None:
         """Take a step or skip it; the outcome is that of the last step."""
         self.last_step = _NOT_APPLIED
+        before = self.state_dict() if _may_be_dummy(optimizer) else None
         try:
             self._abandon()  # what an interrupted step has left
             # Of a parameter, with a gradient or without: ranks must combine their flags on devices of one type.
@@ -151,8 +158,23 @@ class _Step(GradScaler):
             norm = clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
             self.step(optimizer, _inner=inner)
             self.last_step = self.update()._replace(norm=norm)  # type: ignore[misc]
+            if before is not None and norm == 0.0:
+                self.load_state_dict(before)
+                self.last_step = _NOT_APPLIED
         finally:
             self._abandon()
+
+    def save(self, group: dict[str, Any]) -> None:
+        """Write the counts and the guard's memory into a parameter group. Synchronises if they are on a device."""
+        entries = self.state_dict()
+        entries |= entries.get("guard", {})
+        group.update({f"guarded_{name}": entries[name] for name in _NUMBERS if name in entries})
+
+    def load(self, group: Mapping[str, Any]) -> None:
+        """Continue from the numbers in a parameter group; without them the counts and the guard start over."""
+        numbers = {name: group[f"guarded_{name}"] for name in _NUMBERS if f"guarded_{name}" in group}
+        guard = {"guard": numbers} if "mean" in numbers else {}
+        self.load_state_dict({**state_to_dict(self.policy.init_state(), self.policy), **numbers, **guard})
 
     def __getstate__(self) -> dict[str, Any]:
         if self._ranks.process_group is not None or self._ranks.norm_group is not None:
@@ -169,6 +191,15 @@ class GuardedWatch(Watch):
     def __init__(self, names: list[str], in_order: list[str], raises: bool, max_streak: int | None) -> None:
         super().__init__()
         self.names, self.in_order, self.raises, self.max_streak = names, in_order, raises, max_streak
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of calls of `step`."""
+        return {"calls": self.steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue to count the calls of `step`."""
+        super().load_state_dict(state_dict)
+        self.steps = int(state_dict.get("calls", 0))
 
     def after_update(self, scaler: GradScaler, info: StepInfo) -> None:
         """Log a skipped step, or raise `OverflowStreakError`. Reads the gradients if the host knows the outcome."""
@@ -279,25 +310,45 @@ def _guarded_class(kind: Any) -> Any:
         step._wrapped_by_lr_sched = step.hooked = True  # type: ignore[attr-defined]
 
         def state_dict(self) -> dict[str, Any]:
-            """Return the optimizer's entries, and the guard's."""
-            guard = {name: value for name, value in self._lossscale.state_dict().items() if name == "guard"}
-            return {**super().state_dict(), **guard}
+            """Return the optimizer's entries; the first parameter group has the guard's numbers."""
+            self._lossscale.save(_first_group(self))
+            return super().state_dict()
 
-        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            """Continue with the optimizer's entries, and the guard's if there are any."""
-            with self._lossscale._loading(state_dict, self._lossscale._saved_hooks()):
-                super().load_state_dict({name: value for name, value in state_dict.items() if name != "guard"})
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Continue with the optimizer's entries, and with the guard's numbers if there are any."""
+            before = self._lossscale.state_dict()
+            self._lossscale.load(next(iter(state_dict.get("param_groups", ())), {}))
+            try:
+                super().load_state_dict(state_dict)
+            except BaseException:
+                self._lossscale.load_state_dict(before)
+                raise
+            self._lossscale.save(_first_group(self))  # a flat checkpoint is read by the names in the group
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _new_guarded, (kind,), {**super().__getstate__(), "_lossscale": self._lossscale}
 
-    Guarded.__name__, Guarded.__qualname__ = kind.__name__, kind.__qualname__
+    Guarded.__name__ = Guarded.__qualname__ = f"Guarded{kind.__name__}"
     return Guarded
 
 
 def _new_guarded(kind: Any) -> Any:
     cls = _guarded_class(kind)
     return cls.__new__(cls)
+
+
+def _first_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return next(iter(optimizer.param_groups), {})
+
+
+def _may_be_dummy(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step may be one by which `torch.distributed.checkpoint` makes an optimizer's state.
+
+    All its gradients and rates are zero: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/state_dict.py
+    """
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    are_zero = bool(rates) and all(getattr(rate, "is_cpu", True) and rate == 0.0 for rate in rates)
+    return are_zero and not getattr(optimizer, "state", None) and not is_capturing()
 
 
 def _unfit(optimizer: torch.optim.Optimizer) -> str:
