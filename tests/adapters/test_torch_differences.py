@@ -42,7 +42,7 @@ def _train(scaler, steps=1, value=1024.0):
     return scaler
 
 
-@difference("sums flags; a fused optimizer takes a sum of 2 for no overflow", float("-inf"), 0.0)
+@difference("sums flags; a fused optimizer ignores an overflow if the sum is 2", float("-inf"), 0.0)
 def _flags(make_scaler):
     param, optimizer = _one(torch.tensor([float("inf")]), fused=True)
     scaler = _ready(make_scaler)
@@ -174,7 +174,7 @@ class _Delegating:
         return getattr(self._inner, name)
 
 
-@difference("around a fused optimizer, a wrapper that delegates applies scaled gradients", -1024.0, -1.0)
+@difference("a wrapper that delegates to a fused optimizer applies scaled gradients", -1024.0, -1.0)
 def _wrapper(make_scaler):
     param, optimizer = _one(fused=True)
     _ready(make_scaler).step(_Delegating(optimizer))
@@ -215,7 +215,7 @@ def _unwritten(make_scaler):
     return str(param.item())
 
 
-@difference("gradients of a loss that was not scaled are divided without a word", 0, 1)
+@difference("gradients are divided without a warning if no loss was scaled since the last `update`", 0, 1)
 def _not_scaled(make_scaler):
     scaler = _ready(make_scaler)
     with warnings.catch_warnings(record=True) as caught:
@@ -262,6 +262,6 @@ CASES = [(row, *case) for row, cases in DIFFERENCES.items() for case in cases]
 
 @pytest.mark.parametrize(("row", "program", "torchs", "ours"), CASES, ids=[case[1].__name__[1:] for case in CASES])
 def test_both_sides(row, program, torchs, ours):
-    """torch's scaler does the one, ours the other."""
+    """Each scaler ends in its column of the row."""
     assert _outcome(program, torch.amp.GradScaler, torchs) == torchs, row
     assert _outcome(program, GradScaler, ours) == ours, row
