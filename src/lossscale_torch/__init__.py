@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, __version__
 from lossscale_torch import hooks
 from lossscale_torch._extras._float32_plan import float32_plan, keep_in_float32
-from lossscale_torch._extras._guarded import GuardedOptimizer, guarded
+from lossscale_torch._extras._guarded import GuardedOptimizer, clip_and_check_, guarded
 from lossscale_torch._extras._range_report import RangeReport, range_report
 from lossscale_torch._report import overflow_report
 from lossscale_torch._scaler import GradScaler
@@ -33,6 +33,7 @@ __all__ = [
     "StepInfo",
     "__version__",
     "all_finite",
+    "clip_and_check_",
     "float32_plan",
     "guarded",
     "hooks",

@@ -1,4 +1,4 @@
-"""`unscale_and_clip_`: torch's result with one read and one multiply, and as careful."""
+"""`unscale_and_clip_` and `clip_and_check_`: the results of torch's functions, with fewer reads and multiplications."""
 
 import math
 
@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from lossscale_core.errors import PolicyError
+from lossscale_torch import clip_and_check_
+from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.torch_steps import INF, ready
 
@@ -134,3 +137,53 @@ def test_in_place_means_in_place(make, max_norm):
     torch.nn.utils.clip_grad_value_(params, 0.125)
     scaler.step(optimizer)
     torch.testing.assert_close(-params[0].detach(), torch.full((4,), 0.125))
+
+
+# --- clip_and_check_
+
+
+@pytest.mark.parametrize("bad", [None, INF, float("nan")])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, INF])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_clip_and_check_agrees_with_torch(dtype, max_norm, bad):
+    """The norm and the gradients are those of `clip_grad_norm_` in float64; gradients that are not finite stay."""
+    torch.manual_seed(0)
+    grads = [torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else None) for shape in ((3, 5), (), (0,))]
+    params = _params(*(grad.to(dtype) for grad in grads))
+    if bad is not None:
+        params[0].grad[1, 2] = bad
+    params.append(torch.nn.Parameter(torch.ones(2)))  # without a gradient
+    expected = _params(*(p.grad.to(torch.complex128 if dtype.is_complex else torch.float64) for p in params[:3]))
+    norm, grads_finite = clip_and_check_((param for param in [*params, params[0]]), max_norm)  # once given twice
+    assert (norm.dtype, norm.shape, grads_finite.dtype, grads_finite.shape) == (torch.float32, (), torch.bool, ())
+    assert bool(grads_finite) == bool(norm.isfinite()) == (bad is None)
+    if bad is None:
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(expected, max_norm).float())
+    for param, other in zip(params, expected, strict=False):
+        torch.testing.assert_close(param.grad, other.grad.to(dtype), equal_nan=True)
+
+
+def test_clip_and_check_without_gradients():
+    """The norm is zero, and all of no gradients are finite; `max_norm` has the rule of the other clips."""
+    for parameters in ([], torch.nn.Parameter(torch.ones(2)), iter([torch.nn.Parameter(torch.ones(2))])):
+        norm, grads_finite = clip_and_check_(parameters, 1.0)
+        assert (norm.item(), norm.dtype, grads_finite.item()) == (0.0, torch.float32, True)
+    with pytest.raises(PolicyError, match="max_norm=-1"):
+        clip_and_check_([], -1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [3.0, 3e38, INF])
+def test_clip_and_check_never_waits(value, dtype):
+    """The norm and the flag are on the device, also if squares leave float32."""
+    with Emulated("cuda") as device:
+        param = torch.nn.Parameter(torch.ones(4, device="cuda", dtype=dtype))
+        param.grad = torch.full((4,), value, device="cuda", dtype=dtype)
+        norm, grads_finite = clip_and_check_([param], 1.0)
+        assert device.reads == 0
+        assert norm.device.type == grads_finite.device.type == "cuda"
+        assert bool(grads_finite) is math.isfinite(value)
+        assert param.grad.tolist() == pytest.approx([0.5 if math.isfinite(value) else INF] * 4)
+    param = torch.nn.Parameter(torch.ones(4, device="meta", dtype=dtype))
+    param.grad = torch.ones_like(param)
+    assert [each.device.type for each in clip_and_check_([param], 1.0)] == ["meta", "meta"]

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import SyncError
-from lossscale_torch import GradScaler, guarded
+from lossscale_torch import GradScaler, clip_and_check_, guarded
 from tests.adapters.test_torch_distributed import _on_ranks
 from tests.adapters.torch_steps import ready
 from tests.torch_versions import HAS_FSDP2_ON_CPU
@@ -201,6 +201,13 @@ def _use_elsewhere(layouts):
         guarded(make_optimizer(params, lr=1.0), max_norm=MAX_NORM).step()
         moved = [(1.0 - _whole(param)) * SCALE for param in params]
         assert _exact(moved, 2.0) == pytest.approx(MAX_NORM, rel=1e-4)
+        params = make()
+        assert [each.item() for each in clip_and_check_(params, MAX_NORM)] == [
+            pytest.approx(exact.expected * SCALE),
+            True,
+        ]
+        clipped = _exact([_whole(param.grad) for param in params], 2.0) * SCALE
+        assert clipped == pytest.approx(MAX_NORM, rel=1e-4)
         bad = guarded(make_optimizer(layouts[name](culprit=2), lr=1.0))
         bad.step()
         assert not bad.last_step
@@ -267,6 +274,9 @@ def _join_stages(rank, grid):
             scaler.step(optimizer)
             scaler.update()
             assert scaler.state_dict()["guard"]["mean"] == exact
+            norm, is_finite = clip_and_check_(_params(specs, by=by), MAX_NORM, norm_group=group)
+            assert (norm.item() / SCALE, is_finite.item()) == (exact, True)
+            assert not clip_and_check_(_params(specs, culprit=1), MAX_NORM, norm_group=group)[1]
             alone = guarded(make(_params(specs, culprit=1), lr=1.0), max_norm=MAX_NORM, norm_group=group)
             alone.step()
             assert not alone.last_step
@@ -318,6 +328,10 @@ def _take_guarded(optimizer, **settings):
     return bool(optimizer.last_step)
 
 
+def _clip_and_check(optimizer, **settings):
+    return bool(clip_and_check_(optimizer.param_groups[0]["params"], MAX_NORM, **settings)[1])
+
+
 def _record(rank, world_size):
     """Take a step of each kind, and compare what the members of each group have called in it."""
     layouts, *_ = _layouts()
@@ -337,6 +351,7 @@ def _record(rank, world_size):
         **{"guarded": _take_guarded, "guarded, clipped": partial(_take_guarded, max_norm=MAX_NORM)},
         **{"guarded, guard": partial(_take_guarded, **guard)},
         **{"guarded, group": partial(_take_guarded, process_group=dist.group.WORLD)},
+        **{"clip_and_check_": _clip_and_check, "checked": partial(_clip_and_check, process_group=dist.group.WORLD)},
     }
     lacking = [  # the gradients that are missing on each rank, and the rank with one that is not finite
         (((), (), (), ()), 2),

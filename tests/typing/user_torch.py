@@ -9,7 +9,7 @@ from torch import Tensor
 
 import lossscale_torch
 from lossscale_core import ScaleState
-from lossscale_torch import DynamicScaling, GradScaler, GuardedOptimizer, SpikeGuard, StepInfo, guarded
+from lossscale_torch import DynamicScaling, GradScaler, GuardedOptimizer, SpikeGuard, StepInfo, clip_and_check_, guarded
 from lossscale_torch.testing import check_training_loop
 
 
@@ -74,6 +74,7 @@ def train_without_scaling(model: torch.nn.Module) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     sgd = guarded(sgd, guard=SpikeGuard(warmup=2), names=model)
     assert_type(sgd.last_step, StepInfo)
+    assert_type(clip_and_check_(model.parameters(), max_norm=1.0), tuple[Tensor, Tensor])
 
 
 def wants_adamw(optimizer: torch.optim.AdamW) -> None:

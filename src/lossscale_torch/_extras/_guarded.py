@@ -1,4 +1,4 @@
-"""`guarded`: an optimizer that takes each step as a whole or not at all, without a scaler."""
+"""`guarded` and `clip_and_check_`: steps that are taken as a whole or not at all, without a scaler."""
 
 import functools
 import inspect
@@ -140,6 +140,53 @@ def guarded(
     scaler.save(group)
     result._lossscale, result.__class__ = scaler, _guarded_class(result.__class__)
     return result
+
+
+def clip_and_check_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    *,
+    process_group: "ProcessGroup | None" = None,
+    norm_group: "ProcessGroup | None" = None,
+) -> tuple[Tensor, Tensor]:
+    """Clip the gradients of parameters by their 2-norm; return the norm, and whether all gradients are finite.
+
+    It is for engines that step their parameters by themselves, and for optimizers that `guarded` does not accept. Both
+    results stay on the device of the first parameter, and the host does not wait for them. If the flag is False on one
+    rank, it is False on all ranks. Do not use the gradients then: those that are not finite were not clipped.
+
+    Args:
+        parameters: A parameter, or an iterable of parameters. Parameters without gradients are left out.
+        max_norm: The largest norm after clipping; `math.inf` only measures.
+        process_group: The group of ranks that decide together, as for `guarded`.
+        norm_group: The group of ranks that hold other parameters, as for `guarded`: the norm is that of all of them.
+
+    Returns:
+        The norm before clipping, float32, and the flag, bool; both of shape `()`.
+
+    Raises:
+        PolicyError: For a `max_norm` below 0, and for what is not a number.
+    """
+    holder: Any = _Parameters(parameters)
+    scaler = _Step("cpu", policy="none", half_gradients=True, process_group=process_group, norm_group=norm_group)
+    scaler.place_on(next((param.device for param in params_of(holder)), "cpu"))
+    norm = clip(scaler, [holder], max_norm, 2.0).float()
+    (step,) = scaler.optimizer_steps()
+    if scaler._has_ranks():
+        scaler._ranks.before_step(scaler, step)
+    return norm, step.is_allowed(norm.device)
+
+
+class _Parameters:
+    """Parameters in the form of a fused optimizer, for which the host never waits."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parameters: Tensor | Iterable[Tensor]) -> None:
+        params = [parameters] if isinstance(parameters, Tensor) else parameters
+        self.param_groups = [{"params": [*dict.fromkeys(params)]}]
+
+    def step(self) -> None: ...
 
 
 class _Step(GradScaler):
