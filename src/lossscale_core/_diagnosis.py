@@ -1,7 +1,7 @@
 """A diagnosis of a run in plain text: one of seven verdicts, the reason, and the remedy."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ _NAN_HINT = (
     "a NaN or infinity in the inputs, the forward pass and the loss; if the loss is finite, for " + BACKWARD_CAUSES
 )
 _MANY = 5
-"""The number of steps in a row from which overflows, or applied steps at the start, are a pattern."""
+"""The fewest overflows in a row, or applied steps at the start, that are a pattern."""
 
 
 def check_limits(
@@ -26,16 +26,16 @@ def check_limits(
 ) -> None:
     """Raise an error if the policy's `max_overflow_streak` or the guard's `max_streak` is reached.
 
-    Logs nothing. Reads a state only if there is a limit for it; reading it from a device synchronises.
+    Synchronises with the host if there is a limit for a state on a device. Logs nothing.
 
     Args:
         policy: Anything that `as_policy` accepts.
         state: The state after a step.
-        guard: The spike guard of the run, if it has one.
+        guard: The spike guard of the run, if it has a guard.
         guard_state: The guard's state after the step.
 
     Raises:
-        OverflowStreakError: As many steps in a row as the limit overflowed, or were spikes.
+        OverflowStreakError: The number of overflows or spikes in a row has reached its limit.
         PolicyError: `policy` is not a policy.
     """
     if message := _streak_message(BaseScaling.of(as_policy(policy)), state):
@@ -63,19 +63,20 @@ def _streak_message(policy: BaseScaling, state: ScaleState[Any]) -> str:
 def diagnose(policy: PolicyLike, state: ScaleState, *, guard: GuardState | None = None) -> str:
     """Describe the condition of a run in one or two sentences, and recommend what to do.
 
-    The function knows one state, and takes it for that of a run that began with the policy's first state: overflows
-    that have lowered the loss scale from there are no fault. A `ScaleWatch` knows what happened since its last look.
+    The function assumes that the run began with the policy's first state. Overflows that lowered the loss scale from
+    there are normal. A `ScaleWatch` judges only the steps since an earlier call.
 
-    Logs nothing. Synchronises with the host.
+    Synchronises with the host. Logs nothing.
 
     Args:
         policy: Anything that `as_policy` accepts.
         state: A state of any framework.
-        guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
+        guard: The state of a spike guard, which adds a sentence about the spikes if there were spikes.
 
     Returns:
-        A text that begins with a verdict and a colon: `not started`, `calibrating`, `stuck at min_scale`, `skipping too
-        often`, `pressing against max_scale`, `healthy`, or, for a scale that no policy reaches, `broken`.
+        A text that begins with a verdict and a colon. The verdicts are `not started`, `calibrating`, `stuck at
+        min_scale`, `skipping too often`, `pressing against max_scale`, `healthy`, and `broken` for a scale that no
+        policy reaches.
 
     Raises:
         PolicyError: `policy` is not a policy.
@@ -86,7 +87,7 @@ def diagnose(policy: PolicyLike, state: ScaleState, *, guard: GuardState | None 
 
 
 def describe_spikes(guard: GuardState | None) -> str:
-    """Return the sentences about the spikes, each after a space, or an empty text if there were none."""
+    """Return the sentences about the spikes with a space before each sentence; an empty text without spikes."""
     if guard is None or not int(guard.spikes):
         return ""
     spikes, streak = f"{int(guard.spikes)} spike{'s' * (int(guard.spikes) > 1)}", int(guard.streak)
@@ -95,9 +96,24 @@ def describe_spikes(guard: GuardState | None) -> str:
 
 
 def numbers_of(state: Any, call: str) -> ScaleState[Any]:
-    """Return the fields of any state as Python numbers, each read once from its device."""
+    """Return the fields of any state as Python numbers; read each field once from its device."""
     require_one_state(state, call)
     return ScaleState(read(state.loss_scale), *(int(getattr(state, name)) for name in ScaleState._fields[1:]))
+
+
+class _Facts(NamedTuple):
+    """The facts about a run that choose its verdict."""
+
+    start: float
+    """The first loss scale of the policy."""
+    low: float
+    """The smallest loss scale of the policy."""
+    is_at_min: bool
+    is_start_over: bool
+    has_fallen: bool
+    has_grown: bool
+    skips_too_often: bool
+    can_grow: bool
 
 
 def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any] | None) -> tuple[str, str]:
@@ -113,75 +129,88 @@ def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[
         The verdict and the sentences.
     """
     scale, steps, skipped, streak = state.loss_scale, state.steps, state.skipped_steps, state.overflow_streak
-    first, scale_text = numbers_of(policy.init_state(), "init_state"), format_number(scale)
-    start, adapts, limit = first.loss_scale, policy.adapts, _streak_message(policy, state)
+    scale_text, limit = format_number(scale), _streak_message(policy, state)
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         return "broken", f"the loss scale is {scale:g}, which no policy reaches. Restore an earlier checkpoint."
     if not steps:
         return "not started", f"no step yet{f'; the first is scaled by {scale_text}' if policy.scales_losses else ''}."
+    facts = _facts_of(policy, state, since)
 
-    # States hold the scale in float32, which may be above a bound in float64 that it has reached.
-    low, high = np.clip(policy.bounds(), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float32)
-    is_at_min, applied = adapts and scale <= low, steps - skipped
-    interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
-    overflows_from_start = _overflows_between(policy, first, scale)
-    # A state that was resumed, or that leaves out the retries of a step, need not come from the policy's start.
-    fits_start = skipped >= overflows_from_start and (scale <= start or applied >= interval)
-    since = since or (first if fits_start else state)
-    # Finite losses hardly ever overflow at such a scale, unless the run began near it.
-    has_fallen = adapts and fits_start and scale <= min(start, 1.0) / 8.0
-
-    # The scale comes down from the start until a few steps are applied, or until the floor is too large as well.
-    until_stuck = _overflows_between(policy, since, float(low)) + _MANY
-    is_stuck = is_at_min and (start <= low or max(skipped - since.skipped_steps, streak) >= until_stuck)
-    never_overflowed_again = 0 < applied == state.growth_tracker + policy.cooldown
-    is_start_over = applied >= _MANY or never_overflowed_again or is_stuck or (has_fallen and streak >= _MANY)
-
-    skips = skipped - since.skipped_steps
-    if adapts and since.steps - since.skipped_steps < _MANY:  # overflows that lowered the scale at the start are normal
-        lowers = not is_at_min and (policy.hysteresis == 1 or not getattr(policy, "refill_on_finite", True))
-        skips -= skips if lowers else _overflows_between(policy, since, scale)
-    # Growth tries a larger scale once per interval, and each try may overflow.
-    normal_rate = max(0.05 * policy.hysteresis, min(2.0 * policy.hysteresis / (policy.hysteresis + interval), 0.5))
-    skips_too_often = skips > max(8 * policy.hysteresis if adapts else 2, (steps - since.steps) * normal_rate)
-
-    # If no step was applied since the first overflow, its gradients may be a part of all later ones.
-    uncleared = f"{UNCLEARED}, or for " if streak >= max(skipped, _MANY) else ""
-    if policy.is_constant() and scale > 1.0:
-        hint = f"A scale of {scale_text} is too large for these gradients: lower it, or use DynamicScaling."
-    elif adapts and not is_at_min and not has_fallen:
-        has_grown = scale > start or 0 < (skipped - overflows_from_start) / policy.hysteresis <= applied / interval
-        rarer = "; a longer growth_interval tries a larger scale less often" if has_grown else ""
-        hint = f"Look for {uncleared}a diverging loss{rarer}."
-    else:
-        lower = ", or lower min_scale" if is_at_min and low > SMALLEST_SCALE else ""
-        hint = f"Look for {uncleared}{_NAN_HINT}{lower}."
     counts, overflowing = f"{skipped} of {steps} steps skipped", f"the last {streak} steps in a row overflowed"
-    trend = f"is {scale_text}" if scale >= start else f"comes down from {format_number(start)}, now {scale_text}"
-    at_start = f"{counts} while the loss scale {trend}. This is normal at the start; a smaller init_scale shortens it."
-    at_min = f"{overflowing} and the loss scale cannot go below {format_number(float(low))}. {hint}"
-    fallen = f", and the loss scale has fallen to {scale_text}" if has_fallen else ""
-    can_grow = adapts and scale >= high > low and applied >= policy.growth_interval
-    room = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
-    at_max = (
-        f"a loss scale of {scale_text} could grow further ({counts}). Check that these are gradients of the scaled loss"
-    )
+    hint = _hint(policy, state, facts)
+    down = f"comes down from {format_number(facts.start)}, now {scale_text}"
+    normal = "This is normal at the start; a smaller init_scale shortens it."
+    at_start = f"{counts} while the loss scale {f'is {scale_text}' if scale >= facts.start else down}. {normal}"
+    at_min = f"{overflowing} and the loss scale cannot go below {format_number(facts.low)}. {hint}"
+    fallen = f", and the loss scale has fallen to {scale_text}" if facts.has_fallen else ""
+    larger = "raise max_scale" if policy.max_scale < LARGEST_SCALE else "give the loss a larger weight"
+    check = "Check that these are gradients of the scaled loss; if small ones still flush to zero"
+    at_max = f"a loss scale of {scale_text} could grow further ({counts}). {check}, {larger}."
+    healthy = f"{counts}; the loss scale is {scale_text}." if policy.scales_losses else f"{counts}."
+
     verdicts = (
         (limit, "skipping too often", f"{limit}."),
-        (is_at_min and streak >= _MANY and is_start_over, "stuck at min_scale", at_min),
-        (adapts and skipped and not is_start_over, "calibrating", at_start),
+        (facts.is_at_min and streak >= _MANY and facts.is_start_over, "stuck at min_scale", at_min),
+        (policy.adapts and skipped and not facts.is_start_over, "calibrating", at_start),
         (streak >= _MANY, "skipping too often", f"{overflowing} ({counts}). {hint}"),
-        (not applied, "not started", f"no step applied yet, {counts}. {hint}"),
-        (skips_too_often or has_fallen, "skipping too often", f"{counts}{fallen}. {hint}"),
-        (can_grow, "pressing against max_scale", f"{at_max}; if small ones still flush to zero, {room}."),
-        (True, "healthy", f"{counts}{f'; the loss scale is {scale_text}' if policy.scales_losses else ''}."),
+        (skipped == steps, "not started", f"no step applied yet, {counts}. {hint}"),
+        (facts.skips_too_often or facts.has_fallen, "skipping too often", f"{counts}{fallen}. {hint}"),
+        (facts.can_grow, "pressing against max_scale", at_max),
+        (True, "healthy", healthy),
     )
     # The first row that holds decides: a run that is stuck or calibrating also skips often, but needs other advice.
     return next((verdict, reason) for holds, verdict, reason in verdicts if holds)
 
 
+def _facts_of(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any] | None) -> _Facts:
+    scale, skipped, streak = state.loss_scale, state.skipped_steps, state.overflow_streak
+    first, adapts, applied = numbers_of(policy.init_state(), "init_state"), policy.adapts, state.steps - skipped
+    start = first.loss_scale
+    # States hold the scale in float32, which may be above a bound in float64 that it has reached.
+    low, high = np.clip(policy.bounds(), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float32)
+    interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
+    start_overflows = _overflows_between(policy, first, scale)
+    # A resumed state, or a state that leaves out the retries of a step, may not come from the policy's start.
+    fits_start = skipped >= start_overflows and (scale <= start or applied >= interval)
+    since = since or (first if fits_start else state)
+    skips = skipped - since.skipped_steps
+    # Finite losses hardly ever overflow at such a scale, unless the run began near it.
+    has_fallen = adapts and fits_start and scale <= min(start, 1.0) / 8.0
+    has_grown = scale > start or 0 < (skipped - start_overflows) / policy.hysteresis <= applied / interval
+
+    # The start is over after a few applied steps, or if the smallest scale is too large as well.
+    is_at_min = adapts and scale <= low
+    until_stuck = _overflows_between(policy, since, float(low)) + _MANY
+    is_stuck = is_at_min and (start <= low or max(skips, streak) >= until_stuck)
+    never_overflowed_again = 0 < applied == state.growth_tracker + policy.cooldown
+    is_start_over = applied >= _MANY or never_overflowed_again or is_stuck or (has_fallen and streak >= _MANY)
+
+    if adapts and since.steps - since.skipped_steps < _MANY:  # overflows that lower the scale at the start are normal
+        lowers = not is_at_min and (policy.hysteresis == 1 or not getattr(policy, "refill_on_finite", True))
+        skips -= skips if lowers else _overflows_between(policy, since, scale)
+    # Growth tries a larger scale once per interval, and each try may overflow.
+    normal_rate = max(0.05 * policy.hysteresis, min(2.0 * policy.hysteresis / (policy.hysteresis + interval), 0.5))
+    skips_too_often = skips > max(8 * policy.hysteresis if adapts else 2, (state.steps - since.steps) * normal_rate)
+    can_grow = adapts and scale >= high > low and applied >= policy.growth_interval
+    return _Facts(start, float(low), is_at_min, is_start_over, has_fallen, has_grown, skips_too_often, can_grow)
+
+
+def _hint(policy: BaseScaling, state: ScaleState[Any], facts: _Facts) -> str:
+    """Return the sentence that says what to do about overflows."""
+    if policy.is_constant() and state.loss_scale > 1.0:
+        scale = format_number(state.loss_scale)
+        return f"A scale of {scale} is too large for these gradients: lower it, or use DynamicScaling."
+    # If no step was applied since the first overflow, its gradients may be a part of all later ones.
+    uncleared = f"{UNCLEARED}, or for " if state.overflow_streak >= max(state.skipped_steps, _MANY) else ""
+    if policy.adapts and not facts.is_at_min and not facts.has_fallen:
+        rarer = "; a longer growth_interval tries a larger scale less often" if facts.has_grown else ""
+        return f"Look for {uncleared}a diverging loss{rarer}."
+    lower = ", or lower min_scale" if facts.is_at_min and facts.low > SMALLEST_SCALE else ""
+    return f"Look for {uncleared}{_NAN_HINT}{lower}."
+
+
 def _overflows_between(policy: BaseScaling, since: ScaleState[Any], scale: float) -> int:
-    """Return how many overflows lower the scale of a state to `scale`, if it does not grow in between."""
+    """Return how many overflows lower the scale of `since` to `scale` without growth in between."""
     if scale >= since.loss_scale or policy.backoff_factor >= 1.0:
         return 0
     backoffs = round(math.log(scale / since.loss_scale, policy.backoff_factor))
