@@ -13,7 +13,7 @@ from lossscale_core._messages import require_flag
 from lossscale_core._state import Array, Namespace, ScaleState, loss_scale_of
 
 TreeT = TypeVar("TreeT")
-"""A nested structure of arrays, which comes back with the same containers."""
+"""A nested structure of arrays; a result of this type has the same containers."""
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,22 +29,21 @@ _SELECT = "select(grads_finite, new, old)"
 
 
 class HOST:
-    """The namespace of host scalars."""
+    """The array namespace of host scalars."""
 
     @staticmethod
     def where(condition: Any, x: Any, y: Any) -> Any:
-        """Return `x` or `y`; as in `np.where`, a plain number takes the NumPy type of the other one."""
-        chosen = x if condition else y
-        if isinstance(chosen, np.generic):
-            return chosen
-        other = y if condition else x
-        return type(other)(chosen) if isinstance(other, np.generic) else chosen
+        """Return `x` or `y`. As in `np.where`, a plain number takes the NumPy type of the other argument."""
+        result, other = (x, y) if condition else (y, x)
+        if isinstance(result, np.generic) or not isinstance(other, np.generic):
+            return result
+        return type(other)(result)
 
 
 def namespace(array: Array) -> Namespace:
     """Return the array-API namespace of `array`, or `HOST` for a host scalar.
 
-    Raises `TypeError` if the array has no namespace. TensorFlow's tensors have none, so that its adapter passes `xp=`.
+    Raises `TypeError` if the array has no namespace. TensorFlow's tensors do not have one, so its adapter passes `xp=`.
     """
     if isinstance(array, _HOST_SCALARS):
         return HOST
@@ -62,9 +61,9 @@ def namespace(array: Array) -> Namespace:
 
 
 def host_flag(grads_finite: Any, call: str) -> bool:
-    """Return `grads_finite` as a Python bool, waiting for its device if necessary.
+    """Return `grads_finite` as a Python bool. Synchronises with the host.
 
-    Raises `TypeError` that shows the `call` for a value that is not a bool of shape `()`, or that is not known yet.
+    Raises `TypeError`, with the right `call`, if the value is not a bool of shape `()` or is traced.
     """
     if grads_finite is True or grads_finite is False:
         return grads_finite
@@ -73,7 +72,7 @@ def host_flag(grads_finite: Any, call: str) -> bool:
         return bool(grads_finite)
     except TypeError as error:
         raise TypeError(
-            "grads_finite is traced, and has no value while a function is compiled, and the state is on the host; pass "
+            "grads_finite is traced and has no value while a function is compiled, but the state is on the host; pass "
             "a state of the framework's arrays, such as the adapter's init_state(policy) returns"
         ) from error
 
@@ -84,18 +83,17 @@ def scale(
 ) -> np.floating[Any]: ...
 @overload
 def scale(loss: TreeT, state: ScaleState, *, xp: Namespace | None = None) -> TreeT: ...
-# Without warnings: a policy expects overflows, and the step that overflowed is skipped anyway.
-@np.errstate(all="ignore")
+@np.errstate(all="ignore")  # overflows are expected, and the policy skips these steps
 def scale(loss: Any, state: ScaleState, *, xp: Namespace | None = None) -> Any:
-    """Multiply `loss` by the loss scale: differentiate the result.
+    """Multiply `loss` by the loss scale; differentiate the result.
 
-    Everything below float32 is converted to it first, because a scale of 2**16 is infinite in float16. Does not
+    Losses of fewer bits are converted to float32 first, because a scale of 2**16 is infinite in float16. Does not
     synchronise with the host.
 
     Args:
         loss: An array of any shape and real dtype, or a nested structure of them; `None` passes through.
         state: The state before the step.
-        xp: The array namespace of the loss, inferred when left out. NumPy arrays stay in NumPy.
+        xp: The array namespace of the loss, inferred if left out. NumPy arrays stay in NumPy.
 
     Returns:
         The scaled loss in the structure of `loss`, in float32, or in float64 if `loss` is.
@@ -119,17 +117,17 @@ def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array: ...
 def all_finite(grads: Any, *, xp: Namespace | None = None) -> Array:
     """Return whether every gradient element is finite.
 
-    The check is exact: it finds NaN and both infinities in any position, and never flags a finite value. On NumPy it
-    allocates at most 1 MiB; in other namespaces it does not synchronise with the host.
+    The check is exact: it finds NaN and both infinities in any position, and accepts every finite value. On NumPy it
+    allocates at most 1 MiB. In other namespaces it does not synchronise with the host.
 
     Args:
-        grads: A nested structure of arrays of any float or complex dtype. `None` and integer leaves do not count, and
+        grads: A nested structure of arrays of any float or complex dtype. `None` and integer leaves are ignored, and
             a structure without gradients is finite.
-        xp: The array namespace of the gradients, inferred when left out. NumPy arrays stay in NumPy.
+        xp: The array namespace of the gradients, inferred if left out. NumPy arrays stay in NumPy.
 
     Returns:
         A bool of shape `()`: an `np.bool_` for NumPy arrays, otherwise an array of their namespace. Combine the flags
-        of several devices with *all*.
+        of several devices by *all*.
 
     Raises:
         TypeError: A leaf of `grads` is not an array.
@@ -158,8 +156,8 @@ def unscale(grads: TreeT, state: ScaleState, *, xp: Namespace | None = None) -> 
 
     Args:
         grads: A nested structure of arrays; `None` and integer leaves pass through.
-        state: The state that scaled the loss, not the one after `update`.
-        xp: The array namespace of the gradients, inferred when left out. NumPy arrays stay in NumPy.
+        state: The state that scaled the loss, before `update`.
+        xp: The array namespace of the gradients, inferred if left out. NumPy arrays stay in NumPy.
 
     Returns:
         The gradients in the structure of `grads`. float16 and bfloat16 leaves become float32, where small gradients
@@ -181,17 +179,17 @@ def unscale(grads: TreeT, state: ScaleState, *, xp: Namespace | None = None) -> 
 
 
 def select(grads_finite: Array, new: TreeT, old: TreeT, *, xp: Namespace | None = None) -> TreeT:
-    """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
+    """Return `new` if `grads_finite`, else `old`, so that a step is applied completely or not at all.
 
-    Pass everything that a skipped step must not change: parameters, optimizer state, counters, averages. A bool on the
-    host returns the leaves of one side unchanged. An array bool selects on the device of the arrays and does not
-    synchronise with the host.
+    Pass everything that a skipped step must not change: parameters, optimizer state, counters, averages. With a bool on
+    the host, the leaves of one structure are returned unchanged. With an array, the selection runs on the device and
+    does not synchronise with the host.
 
     Args:
         grads_finite: A bool of shape `()`: True if the step is applied.
         new: The nested structure of arrays after the step.
         old: The nested structure before the step, with the same containers, keys and shapes.
-        xp: The array namespace of the flag, inferred when left out.
+        xp: The array namespace of the flag, inferred if left out.
 
     Returns:
         The selected arrays in the structure of `new`.
@@ -221,7 +219,7 @@ def select(grads_finite: Array, new: TreeT, old: TreeT, *, xp: Namespace | None 
 
 
 def _map_arrays(function: Callable[..., Any], structure: Any, xp: Namespace | None) -> Any:
-    """Return a nested structure with `function(leaf, array, namespace)` in the place of each leaf but None."""
+    """Return a nested structure with each leaf replaced by `function(leaf, array, namespace)`; None stays None."""
     return tree.map_leaves(lambda leaf: None if leaf is None else function(leaf, *_with_namespace(leaf, xp)), structure)
 
 
@@ -233,7 +231,7 @@ def _with_namespace(leaf: Any, xp: Namespace | None) -> tuple[Array, Namespace]:
 
 
 def _all_finite_by_chunks(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether a NumPy array of floats of any dtype, shape and strides holds no NaN and no infinity."""
+    """Return whether every element of a NumPy array of floats of any dtype, shape and strides is finite."""
     pieces = np.nditer(array, flags=["external_loop", "buffered", "zerosize_ok"], order="K", buffersize=_CHUNK)
     return all(np.isfinite(piece).all() for piece in pieces)
 
@@ -252,13 +250,13 @@ def _is_gradient(array: Array, xp: Namespace) -> bool:
 
 
 def _at_least_float32(array: Array, xp: Namespace) -> Array:
-    """Return `array` in float32, or in its own dtype if that is wider."""
+    """Return `array` in float32, or in its own dtype if its dtype is wider."""
     dtype = xp.result_type(array.dtype, xp.float32) if _is_gradient(array, xp) else xp.float32
     return xp.astype(array, dtype, copy=False)
 
 
 def _scale_for(array: Array, loss_scale: Any, xp: Namespace) -> Array:
-    """Return `loss_scale` on the device of `array`, or as it is if the two can be combined already."""
+    """Return `loss_scale` on the device of `array`, or unchanged if the two can be multiplied already."""
     if xp is np or not isinstance(loss_scale, _ON_HOST):
         return loss_scale
     return xp.asarray(loss_scale, dtype=xp.float32, device=_device(array))

@@ -28,8 +28,8 @@ class ScalingPolicy(Protocol[StateT]):
             state: The state before the step, on the host or in the arrays of a framework.
             grads_finite: A bool array of shape `()` of the same framework; for a state on the host, a Python bool. It
                 is True if every gradient element is finite, on all devices and ranks together.
-            xp: The array namespace of the state, inferred when left out; TensorFlow's cannot be inferred. Its `where`
-                must take plain numbers, as in the array API standard of 2024.12.
+            xp: The array namespace of the state. It is inferred if left out, except for TensorFlow. Its `where` must
+                accept plain numbers, as in the array API standard of 2024.12.
 
         Returns:
             A state of the same type, with the same dtypes and shapes.
@@ -38,16 +38,16 @@ class ScalingPolicy(Protocol[StateT]):
 
 
 KINDS: dict[str, type["BaseScaling"]] = {}
-"""The policy classes by their kind; configs use this table."""
+"""The policy classes by the kind that a config names."""
 
 
 class BaseScaling:
-    """Base of the policies, with a default for every member beyond those of `ScalingPolicy`.
+    """Base class of the policies, with defaults for all members except `init_state` and `update`.
 
     A policy of your own needs `init_state` and `update` only, and no base class. It may derive from this class as a
-    frozen dataclass with a `kind` of its own. Then the library also reads and writes it as a dict or file, and saves it
-    in checkpoints. The fields are the settings, each a `float`,
-    `int` or `bool`. A field that has the name of a setting of the library's policies follows the same rule.
+    frozen dataclass with a new `kind`. Then the library also reads and writes it as a dict or file, and saves it in
+    checkpoints. The fields are the settings; the type of a field is `float`, `int` or `bool`. A field with the name of
+    a setting of the library's policies follows the same rule.
     """
 
     __slots__ = ()
@@ -115,11 +115,11 @@ class BaseScaling:
         return {field.name: getattr(self, field.name) for field, _ in _settings.rules_of(type(self))}
 
     def bounds(self) -> tuple[float, float]:
-        """Return the smallest and the largest loss scale that a state under this policy may have."""
+        """Return the smallest and the largest loss scale of the policy's states."""
         return self.min_scale, self.max_scale
 
     def is_constant(self) -> bool:
-        """Return whether the loss scale never changes, so that a step changes counters only."""
+        """Return whether the loss scale stays the same in every step."""
         low, high = self.bounds()
         return low == high and not self.adapts
 
@@ -141,6 +141,6 @@ class _WithDefaults(BaseScaling):
         return {name: getattr(self._policy, name) for name in _settings.RULES if hasattr(self._policy, name)}
 
     @property
-    def state_type(self) -> type[Any]:  # type: ignore[override]  # lazy, since a state may be costly to make
+    def state_type(self) -> type[Any]:  # type: ignore[override]  # a property, since making a state may take long
         """The type of the policy's state."""
         return type(self._policy.init_state())

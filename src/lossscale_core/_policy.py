@@ -1,8 +1,8 @@
 """The scaling policies, and the only place where a loss scale changes.
 
-Every `update` consists of two transitions, one for a finite step and one for an overflow, and one select between
-them. The code uses `xp.where` and operators only, so that the same lines run on host scalars and on the arrays of any
-framework, eagerly or traced. It has no `if` on an array, and no dtype or shape changes from one step to the next.
+Every `update` computes two transitions, for a finite step and for an overflow, and selects a result. The code uses only
+`xp.where` and operators, so that it runs on host scalars and on the arrays of any framework, eagerly or traced. It does
+not branch on arrays, and the fields of a state keep their dtypes and shapes.
 """
 
 import dataclasses
@@ -18,18 +18,27 @@ from lossscale_core._messages import require_flag
 from lossscale_core._state import Array, HostScalar, Namespace, ScaleState, StateT, loss_scale_of, saturating_increment
 
 Transition: TypeAlias = Callable[[Any, Array, Namespace], Any]
-"""Returns the state after a step, given the state before it, the new count of steps, and the array namespace."""
+"""A function of the state before a step, the new count of steps and the array namespace; returns the state after."""
 
 _UPDATE = "update(state, grads_finite)"
 
 
 class _ConstantScaling(BaseScaling):
-    """Skip the steps that overflow, and leave the loss scale as it is."""
+    """Skip the steps that overflow, and keep the loss scale at `init_scale`."""
 
     __slots__ = ()
+    init_scale: float
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the loss scale as both bounds."""
+        return self.init_scale, self.init_scale
+
+    def init_state(self) -> ScaleState[HostScalar]:
+        """Return the state before the first step, on the host."""
+        return _init_state(self.init_scale)
 
     def update(self, state: StateT, grads_finite: Array, *, xp: Namespace | None = None) -> StateT:
-        """Return the state after a step, which changes counters only. See `ScalingPolicy.update`."""
+        """Return the state after a step, with new counters and the same scale. See `ScalingPolicy.update`."""
         after: StateT = _select(grads_finite, _count_finite, _count_overflow, state, xp)
         return after
 
@@ -43,14 +52,8 @@ class NoScaling(_ConstantScaling):
 
     kind = "none"
     scales_losses = False
-
-    def bounds(self) -> tuple[float, float]:
-        """Return 1 as both bounds."""
-        return 1.0, 1.0
-
-    def init_state(self) -> ScaleState[HostScalar]:
-        """Return the state before the first step, on the host."""
-        return _init_state(1.0)
+    init_scale = 1.0
+    """The loss scale of every step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,14 +69,6 @@ class FixedScaling(_ConstantScaling):
     kind = "fixed"
     init_scale: float
     """The loss scale of every step."""
-
-    def bounds(self) -> tuple[float, float]:
-        """Return `init_scale` as both bounds."""
-        return self.init_scale, self.init_scale
-
-    def init_state(self) -> ScaleState[HostScalar]:
-        """Return the state before the first step, on the host."""
-        return _init_state(self.init_scale)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +99,7 @@ class DynamicScaling(BaseScaling):
     `dataclasses.replace(policy, growth_interval=500)`.
 
     Raises:
-        PolicyError: A setting breaks its rule; the message names the value, the rule and what to do.
+        PolicyError: A setting breaks its rule. The message names the value, the rule and a valid value.
     """
 
     kind = "dynamic"
@@ -119,22 +114,19 @@ class DynamicScaling(BaseScaling):
     growth_interval: int = 2000
     """The number of finite steps in a row after which the scale grows."""
     hysteresis: int = 1
-    """The number of overflows after which the scale backs off; 1 means on every overflow."""
+    """The number of overflows after which the scale backs off; with 1, every overflow backs off."""
     refill_on_finite: bool = True
-    """Whether every finite step restores the tolerance; growth always does."""
+    """Whether every finite step restores the tolerance; growth restores it in any case."""
     refill_on_backoff: bool = False
-    """Whether backing off restores the tolerance; if not, every further overflow backs off too."""
+    """Whether backing off restores the tolerance; if it does not, every further overflow backs off."""
     cooldown: int = 0
     """The number of finite steps that do not count toward growth, at the start and after each overflow."""
     min_scale: float = 1.0
-    """The smallest scale that backing off reaches; a scale that is already smaller stays as it is."""
+    """The smallest scale that backing off reaches; it does not raise a scale that is already smaller."""
     max_scale: float = 2.0**32
     """The largest scale that growth reaches."""
     max_overflow_streak: int | None = None
-    """The number of overflows in a row at which an adapter that has the flag on the host raises an error.
-
-    The error is an `OverflowStreakError`.
-    """
+    """The number of overflows in a row at which an adapter raises `OverflowStreakError`, if the flag is on the host."""
 
     def init_state(self) -> ScaleState[HostScalar]:
         """Return the state before the first step, on the host."""
@@ -189,10 +181,10 @@ def _count_overflow(state: Any, steps: Array, xp: Namespace) -> Any:
 
 
 _int32 = functools.lru_cache(np.int32)
-"""The type of every count; making a NumPy scalar takes as long as three operations on it."""
+"""Return a count as int32; cached, because making a NumPy scalar takes as long as three operations on it."""
 
 
-@np.errstate(over="ignore")  # the frameworks do not warn of a product beyond float32 either
+@np.errstate(over="ignore")  # the frameworks do not warn of a product above float32's range either
 def _without_overflow_warning(transition: Transition, state: Any, steps: Array, xp: Namespace) -> Any:
     return transition(state, steps, xp)
 
@@ -200,7 +192,7 @@ def _without_overflow_warning(transition: Transition, state: Any, steps: Array, 
 def _select(
     grads_finite: Array, after_finite: Transition, after_overflow: Transition, state: Any, xp: Namespace | None
 ) -> Any:
-    """Return the state after the transition that `grads_finite` chooses."""
+    """Return the state after the transition that `grads_finite` selects."""
     loss_scale = loss_scale_of(state, _UPDATE)
     xp = namespace(loss_scale) if xp is None else xp
     if xp is np and loss_scale.shape == ():  # NumPy computes on scalars ten times as fast
@@ -208,7 +200,7 @@ def _select(
         after = _select(grads_finite, after_finite, after_overflow, scalars, HOST)
         return state._make(map(np.asarray, after))
     steps = saturating_increment(state.steps, xp=xp)
-    if xp is HOST:  # the flag is known, so that only one transition is computed
+    if xp is HOST:  # only the transition of the flag is computed
         transition = after_finite if host_flag(grads_finite, _UPDATE) else after_overflow
         after = _without_overflow_warning(transition, state, steps, xp)
         return state._make([_int32(value) if type(value) is int else value for value in after])

@@ -27,7 +27,7 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, path: str 
     """Return a nested structure with each leaf replaced by `function(leaf, *leaves of others in the same place)`.
 
     Args:
-        function: Takes a leaf of `tree`, and of each of `others`, and returns the new leaf.
+        function: Takes a leaf of `tree` and a leaf of each of `others`, and returns the new leaf.
         tree: The nested structure; `None` is a leaf.
         *others: Structures with the same containers, keys and shapes.
         path: The place of `tree` in a larger structure, for the error.
@@ -48,7 +48,7 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any, path: str 
 
 
 def _require_same(path: str, tree: Any, other: Any) -> None:
-    """Require the same container with the same keys, or for a leaf a leaf of the same shape."""
+    """Require the same containers with the same keys, or leaves of the same shape."""
     if _layout(tree) != _layout(other):
         raise ValueError(
             f"the structures differ at {path or 'the top'}: {_describe(tree)} against {_describe(other)}; "
@@ -70,7 +70,7 @@ def _describe(tree: Any) -> str:
 
 def _rebuild(tree: Any, keys: Any, values: list[Any]) -> Any:
     if isinstance(tree, dict):
-        rebuilt = tree.copy() if type(tree) is dict else copy.copy(tree)  # which keeps the factory of a defaultdict
+        rebuilt = tree.copy() if type(tree) is dict else copy.copy(tree)  # `copy` keeps the factory of a defaultdict
         rebuilt.update(zip(keys, values, strict=True))
         return rebuilt
     if hasattr(tree, "_make"):
