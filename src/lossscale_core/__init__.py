@@ -72,19 +72,19 @@ __all__ = [
 ]
 
 
-if not _typing.TYPE_CHECKING:  # it would accept every name
+if not _typing.TYPE_CHECKING:  # type checkers would otherwise accept every name
 
     def __getattr__(name):
         if name != "testing":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # Training does not need it, and it would add to the time of the import in each process of a run. The import
-        # statement sets the name in this module, so that only the first use calls this function.
+        # Training does not need this module, and its import takes time in each process of a run. The import statement
+        # sets the name in this module, so that only the first use calls this function.
         import lossscale_core.testing
 
         return lossscale_core.testing
 
 
-# A pickle stores the module name of a class: the public one lets the private modules change.
+# Pickles store the module name of a class. With the public name, the private modules may change.
 for _name in __all__:
     if isinstance(globals().get(_name), type):
         globals()[_name].__module__ = __name__

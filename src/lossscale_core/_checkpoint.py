@@ -1,4 +1,4 @@
-"""States as dicts of plain numbers, with the same keys in every framework, from which a run resumes exactly."""
+"""States as dicts of plain numbers with the same keys in every framework; a run resumes from them exactly."""
 
 import contextlib
 import math
@@ -22,20 +22,20 @@ _HINT = "pass a dict that state_to_dict returned, or start a new state with init
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = {"scale": "loss_scale", **{name: name for name in _SETTINGS}, "_growth_tracker": "growth_tracker"}
-"""The keys of torch's scaler, in its order, and our names of the same numbers."""
+"""The keys of torch's scaler, in its order, and this library's names of the same numbers."""
 
 
 def state_to_dict(
     state: ScaleState, policy: PolicyLike | None = None, *, guard: GuardState | None = None
 ) -> dict[str, Any]:
-    """Return `state` as a dict of plain numbers, which `json.dumps` takes.
+    """Return `state` as a dict of plain numbers, which `json.dumps` accepts.
 
     Synchronises with the host.
 
     Args:
         state: A state of any framework.
-        policy: Anything that `as_policy` accepts. Its config is saved too, and compared when the state is restored; a
-            policy without a `kind` has no config and is left out.
+        policy: Anything that `as_policy` accepts. Its config is saved, too, and `state_from_dict` compares it. A policy
+            without a `kind` has no config and is left out.
         guard: The state of a spike guard, of any framework.
 
     Returns:
@@ -44,36 +44,34 @@ def state_to_dict(
 
     Raises:
         PolicyError: `policy` is not a policy.
-        TypeError: `state` is not a state, or several along a leading axis.
+        TypeError: `state` is not a state, or holds several states along a leading axis.
     """
-    saved: dict[str, Any] = {"version": VERSION}
     require_one_state(state, "state_to_dict(state, policy)")
-    saved.update(_plain_numbers(state))
+    entries: dict[str, Any] = {"version": VERSION, **_plain_numbers(state)}
     if policy is not None:
         policy = as_policy(policy)
-        with contextlib.suppress(PolicyError):  # without a kind it has no config
-            saved["policy"] = policy_to_dict(policy)
+        with contextlib.suppress(PolicyError):  # a policy without a kind has no config
+            entries["policy"] = policy_to_dict(policy)
     if guard is not None:
-        saved["guard"] = _plain_numbers(guard)
-    return saved
+        entries["guard"] = _plain_numbers(guard)
+    return entries
 
 
 def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) -> ScaleState[HostScalar]:
     """Return the saved state as host scalars, which every framework's `asarray` accepts.
 
-    Under the policy with which the state was saved, every field is restored unchanged. Under another policy a
-    `CheckpointWarning` lists the differences, and the trackers start over if the kind of policy differs. A scale
-    outside the bounds is moved to the nearest bound with a warning.
+    Under the policy with which the state was saved, all fields are restored unchanged. Under another policy a
+    `CheckpointWarning` lists the differences, and the trackers start over if the kind of the policy differs. A scale
+    outside the bounds becomes the nearest bound, with a warning.
 
     Args:
-        saved: A dict that `state_to_dict` returned. If it also has torch's keys, as a scaler of torch saves them, these
-            own the numbers that it has twice: where the two differ, a `CheckpointWarning` shows both. Other keys are
-            ignored.
-        policy: The policy that continues the run, as anything that `as_policy` accepts. If it is left out, the keys of
+        saved: A dict that `state_to_dict` returned. If it also has the keys of torch's scaler, torch's numbers are
+            used, and a `CheckpointWarning` shows the numbers that differ. Other keys are ignored.
+        policy: The policy that continues the run: anything that `as_policy` accepts. If it is left out, the keys of
             `saved` decide the type of the state.
 
     Returns:
-        The policy's state: a `ScaleState`, or the type of state that the policy has in its place.
+        The policy's state: a `ScaleState`, or the policy's own type of state.
 
     Raises:
         CheckpointError: The version is newer than this release, a key is missing, the scale is not a positive finite
@@ -84,60 +82,61 @@ def state_from_dict(saved: Mapping[str, Any], policy: PolicyLike | None = None) 
     saved = read_torch_keys(saved)
     policy = None if policy is None else as_policy(policy)
     start: Any = _start_for(saved) if policy is None else policy.init_state()
-    fields = _restored(saved, start, ScaleState._fields, "state")
+    fields = _read_fields(saved, start, ScaleState._fields, "state")
     notes: list[str] = []
     low, high = SMALLEST_SCALE, LARGEST_SCALE
     if policy is not None:
         low, high = BaseScaling.of(policy).bounds()
-        notes, is_other_kind = _differences(saved.get("policy"), policy)
+        notes, is_other_kind = _compare_policies(saved.get("policy"), policy)
         for name, first in start._asdict().items():
             if name not in fields or (is_other_kind and name in _TRACKERS and fields[name] != first):
                 fields[name] = first
                 notes.append(f"{name} starts at {first}")
-    before = fields["loss_scale"]  # compared after rounding, as a bound need not be a number of float32
-    with np.errstate(over="ignore"):
-        rounded = np.float32(before)
+    before = fields["loss_scale"]
     fields["loss_scale"] = scale = np.float32(min(max(before, low), high))
-    if scale != rounded:
+    with np.errstate(over="ignore"):
+        is_changed = scale != np.float32(before)  # a bound may be between two numbers of float32
+    if is_changed:
         notes.append(f"loss_scale was {format_number(before)} and becomes {format_number(float(scale))}")
     if notes:
-        how = "the saved state is changed" if policy is None else "the state continues under another policy"
-        warn_caller(f"{how}: {'; '.join(notes)}", CheckpointWarning)
+        event = "the saved state is changed" if policy is None else "the state continues under another policy"
+        warn_caller(f"{event}: {'; '.join(notes)}", CheckpointWarning)
     state: ScaleState[HostScalar] = start._replace(**fields)
     return state
 
 
 def read_torch_keys(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved state without torch's keys, whose numbers replace those under our names.
+    """Return a saved state with torch's numbers under this library's names, and without torch's keys.
 
-    Programs for torch's scaler edit its keys. A `CheckpointWarning` shows both numbers where they differ.
+    Programs for torch's scaler edit its keys. A `CheckpointWarning` shows the numbers that differ.
 
     Args:
-        saved: A dict that `state_to_dict` or a scaler of torch returned; without torch's keys it is returned itself.
+        saved: A dict that `state_to_dict` or a scaler of torch returned. A dict without torch's keys is returned
+            unchanged.
 
     Returns:
-        A dict. If a number differs, a policy that is not dynamic is replaced by torch's rule.
+        A dict. If a number differs, torch's rule replaces a policy that is not dynamic.
     """
     if not saved.keys() >= {"version", *TORCH_KEYS}:
         return saved
     policy = saved.get("policy")
-    rule: Mapping[str, Any] = policy if isinstance(policy, Mapping) else saved  # without a policy nothing differs
-    ours = {**saved, **{name: rule.get(name, getattr(BaseScaling, name)) for name in _SETTINGS}}
-    used = {own: _item(saved[name]) for name, own in TORCH_KEYS.items()}
+    rule: Mapping[str, Any] = policy if isinstance(policy, Mapping) else saved  # without a config nothing differs
+    own_numbers = {**saved, **{name: rule.get(name, getattr(BaseScaling, name)) for name in _SETTINGS}}
+    numbers = {own: _item(saved[name]) for name, own in TORCH_KEYS.items()}
     notes = [
-        f"{own}={describe(ours.get(own))}, and torch's {name}={describe(used[own])}, which is used"
+        f"{own}={describe(own_numbers.get(own))}, and torch's {name}={describe(numbers[own])}, which is used"
         for name, own in TORCH_KEYS.items()
-        for pair in [(_item(ours.get(own)), used[own])]
+        for pair in [(_item(own_numbers.get(own)), numbers[own])]
         if not all(isinstance(number, int | float) for number in pair) or pair[0] != pair[1]
     ]
     after = {name: value for name, value in saved.items() if name not in TORCH_KEYS}
     if notes:
         warn_caller(f"the saved state has {'; '.join(notes)}", CheckpointWarning)
-        after |= {own: used[own] for own in ("loss_scale", "growth_tracker")}
+        after |= {own: numbers[own] for own in ("loss_scale", "growth_tracker")}
         if isinstance(policy, Mapping):
-            start = {"kind": "dynamic", "min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
-            settings = {name: used[name] for name in _SETTINGS}
-            after["policy"] = {**(policy if policy.get("kind") == "dynamic" else start), **settings}
+            torch_rule = {"kind": "dynamic", "min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
+            settings = {name: numbers[name] for name in _SETTINGS}
+            after["policy"] = {**(policy if policy.get("kind") == "dynamic" else torch_rule), **settings}
     return after
 
 
@@ -145,26 +144,26 @@ def guard_state_from_dict(saved: Mapping[str, Any]) -> GuardState[HostScalar]:
     """Return the saved state of a spike guard as host scalars, which every framework's `asarray` accepts.
 
     Args:
-        saved: A dict that `state_to_dict` returned. If it was saved without a guard, a `CheckpointWarning` says that
-            the guard starts over.
+        saved: A dict that `state_to_dict` returned. If it has no state of a guard, a `CheckpointWarning` says that the
+            guard starts over.
 
     Returns:
-        The guard's state, with every field unchanged.
+        The guard's state, with all fields unchanged.
 
     Raises:
-        CheckpointError: A field is missing, or it is not a number from 0 that fits it.
+        CheckpointError: A field is missing, or is not a number from 0 that fits its dtype.
     """
     _require_version(saved)
     start = SpikeGuard().init_state()
     if saved.get("guard") is not None:
-        return start._replace(**_restored(saved["guard"], start, start._fields, "guard"))
+        return start._replace(**_read_fields(saved["guard"], start, start._fields, "guard"))
     note = "the checkpoint has no state of a spike guard, so that the guard starts over with its warm-up"
     warn_caller(note, CheckpointWarning)
     return start
 
 
 def _plain_numbers(state: Any) -> dict[str, int | float]:
-    # The dtypes of the frameworks have no common interface, but the name of each one says what it is.
+    # The dtypes of the frameworks have no common interface, but every name of an integer dtype contains "int".
     counts = {name for name, value in state._asdict().items() if "int" in str(getattr(value, "dtype", type(value)))}
     return {name: int(read(value)) if name in counts else read(value) for name, value in state._asdict().items()}
 
@@ -188,13 +187,13 @@ def _require_version(saved: Mapping[str, Any]) -> None:
 
 
 def _start_for(saved: Mapping[str, Any]) -> Any:
-    """Return the first state of the type that has the most of the saved keys; without a policy only these show it."""
+    """Return the first state of the largest known type of state that has all of its fields among the saved keys."""
     kinds: list[Any] = [kind for kind in KINDS.values() if set(kind.state_type._fields) <= set(saved)]
     return max([NoScaling, *kinds], key=lambda kind: len(kind.state_type._fields))().init_state()
 
 
-def _restored(saved: Any, start: Any, required: Sequence[str], what: str) -> dict[str, Any]:
-    """Return the saved fields in the types of those of `start`, and the scale as a float; raise `CheckpointError`."""
+def _read_fields(saved: Any, start: Any, required: Sequence[str], what: str) -> dict[str, Any]:
+    """Return the saved fields in the types of `start`, and the scale as a float. Raises `CheckpointError`."""
     missing = [name for name in required if not isinstance(saved, Mapping) or name not in saved]
     if missing:
         raise CheckpointError(f"the saved {what} has no {', '.join(missing)}; {_HINT}")
@@ -203,7 +202,7 @@ def _restored(saved: Any, start: Any, required: Sequence[str], what: str) -> dic
         if name not in saved:
             continue
         value, is_count = _item(saved[name]), isinstance(first, np.integer)
-        # A growth tracker counts up from below zero while a cooldown lasts, and a field of a user may be negative.
+        # A growth tracker is negative during a cooldown, and so may be a field of a user's policy.
         is_from_0 = name in required and name != "growth_tracker"
         least, largest = 0.0 if is_from_0 else -LARGEST_NORM, LARGEST_NORM
         rule = f"a number{' from 0' * is_from_0} that fits float32"
@@ -228,16 +227,16 @@ def _item(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else np.asarray(value).item()
 
 
-def _differences(saved: Any, policy: ScalingPolicy) -> tuple[list[str], bool]:
-    """Return what differs between the saved policy and this one, and whether their kinds do."""
-    if saved is None:
+def _compare_policies(config: Any, policy: ScalingPolicy) -> tuple[list[str], bool]:
+    """Return the differences between a saved config and a policy, and whether the kinds differ."""
+    if config is None:
         return [], False
     now: dict[str, Any] = {}
     try:
         now = policy_to_dict(policy)
-        before = policy_to_dict(policy_from_dict(saved))
+        before = policy_to_dict(policy_from_dict(config))
     except PolicyError as error:
-        kind = saved.get("kind") if isinstance(saved, Mapping) else None  # any value, of a file
+        kind = config.get("kind") if isinstance(config, Mapping) else None  # a file may have any value there
         is_other_kind = not isinstance(kind, str) or kind != now.get("kind")
         return [f"the saved policy and the given one cannot be compared ({error})"], is_other_kind
     names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]

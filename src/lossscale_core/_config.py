@@ -1,4 +1,4 @@
-"""Policies as plain dicts, TOML and JSON; a written policy is read back as an equal policy."""
+"""Policies as plain dicts, TOML and JSON; reading a written policy returns an equal policy."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ PolicyT = TypeVar("PolicyT", bound=ScalingPolicy)
 
 _SUFFIXES = (".toml", ".json")
 _FROM_TOOL = "for the config of another tool run: lossscale policy convert FILE, or call lossscale.from_tool"
-# Policies are frozen, so that all callers can have the same two.
+# All callers may share these objects, because policies are frozen.
 _WITHOUT_SETTINGS: dict[str, ScalingPolicy] = {"none": NoScaling(), "dynamic": DynamicScaling()}
 
 
@@ -46,16 +46,16 @@ def as_policy(source: Any) -> ScalingPolicy:
         `source` itself if it is a policy, otherwise a new policy.
 
     Raises:
-        PolicyError: `source` is something else, or describes a policy that breaks a rule.
+        PolicyError: `source` is another value, or describes a policy that breaks a rule.
         OSError: The file cannot be read.
     """
-    # Instance checks against a protocol are slow before Python 3.12, so that the base class is checked first.
+    # The base class is checked first, because instance checks against a protocol are slow before Python 3.12.
     if isinstance(source, BaseScaling) or (isinstance(source, ScalingPolicy) and not isinstance(source, type)):
         return source
     if isinstance(source, Mapping):
         return policy_from_dict(source)
     if isinstance(source, int | float | np.integer | np.floating) and not isinstance(source, bool):
-        return FixedScaling(source)  # type: ignore[arg-type]  # NumPy's numbers become plain ones
+        return FixedScaling(source)  # type: ignore[arg-type]  # NumPy's numbers become Python's
     if isinstance(source, str) and source in _WITHOUT_SETTINGS:
         return _WITHOUT_SETTINGS[source]
     is_name = isinstance(source, str) and (suffix_of(source) in _SUFFIXES or os.path.exists(source))
@@ -85,7 +85,7 @@ def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any =
 
     Returns:
         The policy's state, a NamedTuple of float32 and int32 scalars, or of arrays of shape `()`: a `ScaleState`, or
-        the type of state that the policy has in its place.
+        the policy's own type of state.
 
     Raises:
         PolicyError: `policy` is not a policy.
@@ -93,7 +93,7 @@ def init_state(policy: PolicyLike, *, xp: Namespace | None = None, device: Any =
     host: Any = as_policy(policy).init_state()
     state: ScaleState = host
     if xp is not None:
-        # The dtype comes from the namespace: torch.asarray, for example, refuses the dtypes of NumPy.
+        # The dtype comes from the namespace, because torch.asarray, for example, rejects the dtypes of NumPy.
         state = host._make(xp.asarray(value, dtype=getattr(xp, value.dtype.name), device=device) for value in host)
     return state
 
@@ -124,15 +124,14 @@ def policy_from_dict(config: Mapping[str, Any]) -> ScalingPolicy:
     """Return the policy that `config` describes.
 
     Args:
-        config: A dict, which is not changed. `"kind"` is `"none"`, `"fixed"`, `"dynamic"`, or the kind of a
-            class of your own; the other keys are the fields of that policy. Fields left out take their defaults.
+        config: A dict, which is not changed. `"kind"` is `"none"`, `"fixed"`, `"dynamic"`, or the kind of your own
+            class. The other keys are the fields of this class. Fields that are left out have their defaults.
 
     Returns:
         A new policy.
 
     Raises:
-        PolicyError: A key or the kind is unknown (the message names the nearest known one), a field is missing, or a
-            value breaks its rule.
+        PolicyError: A key or the kind is unknown, a field is missing, or a value breaks its rule.
     """
     if not isinstance(config, Mapping):
         raise PolicyError(
@@ -178,9 +177,9 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
 
 
 def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
-    """Write `policy` to a `.toml` or `.json` file that `load_policy` reads back to an equal policy.
+    """Write `policy` to a `.toml` or `.json` file, from which `load_policy` returns an equal policy.
 
-    An existing file is replaced atomically. A symbolic link is replaced itself, and its target is not changed.
+    An existing file is replaced atomically. A symbolic link is replaced, and its target is not changed.
 
     Args:
         policy: A policy that has a `kind`.
@@ -188,7 +187,7 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrit
         overwrite: Whether to replace a file that exists.
 
     Raises:
-        PolicyError: The suffix is another one, or the policy has no `kind` of its own.
+        PolicyError: The path has another suffix, or the policy has no `kind` of its own.
         FileExistsError: The file exists, and `overwrite` is False.
         OSError: The file cannot be written.
     """
@@ -213,12 +212,12 @@ def policy_text(policy: ScalingPolicy, suffix: str) -> str:
     config = policy_to_dict(policy)
     if suffix == ".json":
         return json.dumps(config, indent=2) + "\n"
-    # A policy holds strings, numbers and bools only, which JSON and TOML write alike: https://toml.io/en/v1.0.0
+    # JSON and TOML write strings, numbers and bools alike: https://toml.io/en/v1.0.0
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
 
 
 def _known_suffix(path: str | os.PathLike[str]) -> str:
-    """Return the suffix of a policy's file. Raises `PolicyError` for another one, and for what is not a path."""
+    """Return the suffix of a policy's file. Raises `PolicyError` if it is another suffix, or `path` is not a path."""
     if isinstance(path, str | os.PathLike) and (suffix := suffix_of(path)) in _SUFFIXES:
         return suffix
     raise PolicyError(

@@ -1,4 +1,4 @@
-"""The range of gradients: which loss scale fits, what flushes to zero without it, and what does not follow it."""
+"""The range of gradients: the largest loss scale, the elements that need it, and gradients that miss it."""
 
 import functools
 import math
@@ -10,25 +10,25 @@ import numpy as np
 from lossscale_core._messages import describe, format_number, join_names
 
 _LOWEST, _HIGHEST = -24, 40
-"""The exponents of the loss scales to try."""
+"""The smallest and the largest exponent of the loss scales to try."""
 _RATIO = (1.8, 2.2)
-"""The norms at a scale and at half of it, one by the other: 2, but for rounding in half precision."""
+"""The accepted ratios of the norms at a scale and at half of this scale: about 2, with rounding in half precision."""
 
 
 class GradientRange(NamedTuple):
-    """What `gradient_range` found; as text, a line for each finding."""
+    """The result of `gradient_range`; as text, it has a line for each finding."""
 
     overflows_above: float
-    """The largest power of two, up to 2**40, at which every gradient is finite; 0.0 if there is none from 2**-24 on."""
+    """The largest power of two from 2**-24 to 2**40 at which every gradient is finite, or 0.0."""
     first_overflow: str | None
-    """The parameter with the first gradient that is not finite at twice that scale; None if all are finite there."""
+    """The parameter with the first non-finite gradient at twice `overflows_above`; None if all gradients are finite."""
     flushed: dict[str, float]
-    """The share of each gradient's elements that are zero at a scale of 1, but not at `overflows_above`; if any are."""
+    """The share of elements that are zero at a scale of 1 but not at `overflows_above`, by parameter, if not 0."""
     unscaled: list[str]
-    """The parameters with a gradient that does not follow the loss scale, such as one of a loss that was not scaled."""
+    """The parameters with gradients that do not follow the loss scale, for example of a loss that was not scaled."""
 
     def __str__(self) -> str:
-        """Return the findings as sentences."""
+        """Return a line for each finding."""
         if self.overflows_above == 0.0:
             return f"{self.first_overflow} is not finite at any loss scale: look at the inputs and the forward pass"
         limit = format_number(self.overflows_above)
@@ -43,21 +43,21 @@ class GradientRange(NamedTuple):
 
 
 def gradient_range(grads_at: Callable[[float], Mapping[str, Any]]) -> GradientRange:
-    """Find the largest loss scale at which all gradients are finite, and what they lose without it.
+    """Find the largest loss scale at which all gradients are finite, and the elements that are zero without it.
 
-    Runs the backward pass at about ten powers of two from 2**-24 to 2**40, and once at zero, where only gradients that
-    do not come from the scaled loss differ from zero. Waits for each result on the host.
+    Runs the backward pass at about ten powers of two from 2**-24 to 2**40, and once at a scale of zero. At zero, only
+    gradients that miss the loss scale differ from zero. Synchronises with the host after each pass.
 
     Args:
-        grads_at: Takes a loss scale, a float; returns the gradients of the loss times this scale, not unscaled, by the
-            names of their parameters: arrays that NumPy can read, of any shape and float or complex dtype. The same
-            batch and random numbers give the same gradients at each call.
+        grads_at: A function of a loss scale (a float). It returns the gradients of the scaled loss, not unscaled, by
+            the names of the parameters: arrays that NumPy can read, of any shape and any float or complex dtype. With
+            the same batch and random numbers, it returns the same gradients at each call.
 
     Returns:
         A `GradientRange`.
 
     Raises:
-        TypeError: `grads_at` is not a function, or returns something else than a mapping, or a mapping without arrays.
+        TypeError: `grads_at` is not a function, or does not return a mapping with arrays.
     """
 
     @functools.cache
@@ -80,14 +80,14 @@ def gradient_range(grads_at: Callable[[float], Mapping[str, Any]]) -> GradientRa
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if overflowing(middle) else (middle, high)
-    limit, half, one, none = (at(scale) for scale in (2.0**low, 2.0 ** (low - 1), 1.0, 0.0))
-    flushed = {name: float(((one[name] == 0.0) & (limit[name] > 0.0)).mean()) for name in limit if limit[name].size}
-    unscaled = [name for name in limit if (none[name] > 0.0).any() or not _doubles(half[name], limit[name])]
+    limit, half, plain, zero = (at(scale) for scale in (2.0**low, 2.0 ** (low - 1), 1.0, 0.0))
+    flushed = {name: float(((plain[name] == 0.0) & (limit[name] > 0.0)).mean()) for name in limit if limit[name].size}
+    unscaled = [name for name in limit if (zero[name] > 0.0).any() or not _doubles(half[name], limit[name])]
     first = [*overflowing(high), None][0] if high <= _HIGHEST else None
     return GradientRange(2.0**low, first, {name: share for name, share in flushed.items() if share}, unscaled)
 
 
 def _doubles(half: np.ndarray, full: np.ndarray) -> bool:
-    """Return whether gradients double with the scale; those that flush to zero at half of it do not count."""
-    norms = [math.sqrt(float(np.square(each[half > 0.0]).sum())) for each in (half, full)]
+    """Return whether the gradients double with the scale, except elements that flush to zero at half of the scale."""
+    norms = [math.sqrt(float(np.square(values[half > 0.0]).sum())) for values in (half, full)]
     return norms[0] == 0.0 or _RATIO[0] < norms[1] / norms[0] < _RATIO[1]

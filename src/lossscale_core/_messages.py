@@ -1,4 +1,4 @@
-"""Values, names and numbers in messages: on one line, escaped, and short even for a large value."""
+"""Texts for messages: values, names and numbers on one line, escaped and shortened."""
 
 import math
 import reprlib
@@ -11,14 +11,14 @@ _LONGEST = 500
 _LONGEST_NAME = 100
 _MOST_NAMES = 12
 _LIBRARIES = (
-    *("lossscale", *(f"lossscale_{each}" for each in ("core", "jax", "keras", "tf", "torch"))),
+    *("lossscale", "lossscale_core", "lossscale_jax", "lossscale_keras", "lossscale_tf", "lossscale_torch"),
     *("jax", "keras", "tensorflow", "tf_keras", "torch"),
 )
-"""What may lie between a line of a user's program and the function that warns of it."""
+"""The packages that may call a function which warns, on behalf of the user's program."""
 
 
 class _Short(reprlib.Repr):
-    """`reprlib.Repr` that names an array of several elements by its shape, and its storage by its size."""
+    """`reprlib.Repr` that describes an array of several elements by its shape, and its storage by its type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,10 +26,10 @@ class _Short(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         shape = getattr(x, "shape", None)
-        # An array in a small file may have more elements than fit in memory: they may all be the same number.
+        # An array in a small file may have more elements than fit in memory, if all of them are the same number.
         if isinstance(shape, tuple) and math.prod(shape) > 1:
             return f"{type(x).__name__} of shape {tuple(shape)}"
-        if shape is None and hasattr(x, "nbytes"):  # an array's storage: its text has a line for each element
+        if shape is None and hasattr(x, "nbytes"):  # the storage of an array: its `repr` has a line for each element
             return f"<{type(x).__name__}>"
         return super().repr1(x, level)
 
@@ -41,30 +41,30 @@ def describe(value: Any) -> str:
     """Return the `repr` of a value on one line, cut to a few hundred characters.
 
     Args:
-        value: Any value, of a user or from a file, of any size, also if its `repr` raises an error.
+        value: Any value of any size, from a user or a file. Its `repr` may raise an error.
 
     Returns:
         The text.
     """
-    # The time is bounded as well: a nested tuple that holds the same tuple twice at 50 levels has 2**50 leaves.
+    # `reprlib` also bounds the time: a tuple that holds the same tuple twice at 50 levels has 2**50 leaves.
     try:
         text = _SHORT.repr(value)
-    except Exception:  # a `__repr__` of the user's may raise anything, and a message must not fail
+    except Exception:  # a `__repr__` may raise any error, and a message must not fail
         text = f"<{type(value).__name__}>"
     text = " ".join(text.split()) if len(text.splitlines()) > 1 else text
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    # The name of a class may come from a file, too: line ends and control characters are written as in Python's source.
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    # The name of a class may come from a file, too: line ends and control characters are escaped as in Python's source.
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def join_names(names: Iterable[Any]) -> str:
     """Return at most twelve names, separated by commas.
 
     Args:
-        names: The names; one that is long, or not plain text, is described as `describe` does.
+        names: The names. `describe` shortens a name that is long or is not plain text.
 
     Returns:
-        The text, which ends in the number of the names that are left out.
+        The text, which ends in the number of names that are left out.
     """
     listed = list(names)
     words = [
@@ -76,59 +76,58 @@ def join_names(names: Iterable[Any]) -> str:
 
 
 def format_number(number: float) -> str:
-    """Return a number as text, a power of two from 2**10 up or from 2**-10 down as `2**n`.
+    """Return a number as text: `2**n` for a power of two with n ≥ 10 or n ≤ -10, else up to six digits.
 
     Args:
-        number: A loss scale or another number, possibly not finite.
+        number: A loss scale or another number, also NaN or infinity.
 
     Returns:
-        The text, in six digits if it is not such a power.
+        The text.
     """
     mantissa, exponent = math.frexp(number)
     return f"2**{exponent - 1}" if mantissa == 0.5 and abs(exponent - 1) >= 10 else f"{number:g}"
 
 
 def nearest_name(name: Any, known: Iterable[str]) -> str:
-    """Return the question whether the nearest known name was meant.
+    """Return a question with the known name that is most similar to a name.
 
     Args:
         name: The unknown name, or any other value.
         known: The known names.
 
     Returns:
-        The question, which ends in a space, or an empty text if no known name is near.
+        The question with a space at its end, or an empty text if no known name is similar.
     """
-    # Imported late: most processes need no such question, and pay for every import.
-    import difflib
+    import difflib  # imported late, because most processes do not ask
 
     # The time of a match grows with the product of the lengths, and the name may come from any file.
-    found = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1) if isinstance(name, str) else []
-    return f"did you mean {found[0]!r}? " if found else ""
+    matches = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1) if isinstance(name, str) else []
+    return f"did you mean {matches[0]!r}? " if matches else ""
 
 
 def unknown_name(name: Any, what: str, known: Iterable[str]) -> str:
-    """Return the sentence for an unknown name.
+    """Return the message for an unknown name.
 
     Args:
         name: The unknown name, or any other value.
-        what: What the name is not, such as `a setting of DynamicScaling`.
+        what: The kind of the known names, such as `a setting of DynamicScaling`.
         known: The known names.
 
     Returns:
-        The sentence, with the nearest known name and all known names.
+        The message, with the most similar known name and all known names.
     """
     names = list(known)
     return f"{describe(name)} is not {what}; {nearest_name(name, names)}known: {', '.join(names) or 'none'}"
 
 
 def require_flag(grads_finite: Any, call: str) -> None:
-    """Raise `TypeError` unless a value is a bool of shape `()` of any framework; by its type, also if it is traced.
+    """Raise `TypeError` unless a value is a bool of shape `()` of any framework. Does not synchronise with the host.
 
     Args:
-        grads_finite: The value, for example of swapped arguments, or a norm.
+        grads_finite: The value; it may be traced.
         call: The right call, such as `select(grads_finite, new, old)`.
     """
-    # The dtypes of the frameworks have no common interface, but the name of each one says what it is.
+    # The dtypes of the frameworks have no common interface, but every name of a bool dtype contains "bool".
     is_bool = isinstance(grads_finite, bool) or "bool" in str(getattr(grads_finite, "dtype", ""))
     if not is_bool or not getattr(grads_finite, "shape", ()) == ():  # shapes of TensorFlow have no != if unknown
         raise TypeError(
@@ -138,7 +137,12 @@ def require_flag(grads_finite: Any, call: str) -> None:
 
 
 def require_pairs(grads_and_vars: Any, caller: str) -> list[tuple[Any, Any]]:
-    """Return (gradient, variable) pairs in a list; raise `TypeError` for what does not hold them."""
+    """Return a list of (gradient, variable) pairs. Raise `TypeError` for other values.
+
+    Args:
+        grads_and_vars: The argument of `caller`.
+        caller: The name of the function that takes the pairs, for the error.
+    """
     pairs: list[Any] = list(grads_and_vars) if isinstance(grads_and_vars, Iterable) else [None]
     if all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return pairs
@@ -149,15 +153,15 @@ def require_pairs(grads_and_vars: Any, caller: str) -> list[tuple[Any, Any]]:
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning, *, packages: Iterable[str] = ()) -> None:
-    """Warn at the line of the user's program, however many functions of libraries are between it and this one.
+    """Warn with the line of the user's program that called a library.
 
     Args:
         message: The text.
         category: The type of the warning.
-        packages: The top-level packages to look past in addition to lossscale's and the frameworks', such as your own.
+        packages: Other top-level packages that count as libraries, besides lossscale's and the frameworks'.
     """
     # `warnings.warn` has `skip_file_prefixes` for this from Python 3.12 on.
-    frame, level, passed = sys._getframe(1), 2, {*_LIBRARIES, *packages}
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in passed:
+    frame, level, libraries = sys._getframe(1), 2, {*_LIBRARIES, *packages}
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in libraries:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

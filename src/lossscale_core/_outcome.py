@@ -1,4 +1,4 @@
-"""The outcome of one step, and the numbers of a state for a log."""
+"""The outcome of a step, and the numbers of a state for a log."""
 
 from typing import Generic, NamedTuple
 
@@ -10,19 +10,19 @@ from lossscale_core._state import Array, ArrayT_co, FlagT_co, ScaleState, loss_s
 
 
 class StepInfo(NamedTuple, Generic[ArrayT_co, FlagT_co]):
-    """The outcome of one step: true if it was applied.
+    """The outcome of a step; it is true if the step was applied.
 
     Each field has shape `()` and stays on its device until it is read. `if info:` reads `applied`.
     """
 
     applied: FlagT_co
-    """bool: the step was applied; it was skipped if it overflowed or spiked."""
+    """bool: the step was applied; an overflow or a spike skips the step."""
     loss_scale_used: ArrayT_co
     """float32: the scale that multiplied this step's loss and divided its gradients."""
     loss_scale_after: ArrayT_co
     """float32: the scale of the next step."""
     overflow_streak: ArrayT_co
-    """int32: overflows in a row, this step included; 0 when it was applied."""
+    """int32: overflows in a row, including this step; 0 if the step was applied."""
     overflowed: FlagT_co | bool = False
     """bool: a gradient held NaN or infinity."""
     spiked: FlagT_co | bool = False
@@ -59,22 +59,22 @@ def step_info(
         TypeError: `before` or `after` is not a state.
         ValueError: The states are on the host, and `after` has fewer steps than `before`.
     """
-    used, left = (loss_scale_of(state, "step_info(before, after)") for state in (before, after))
+    scale_used, scale_after = (loss_scale_of(state, "step_info(before, after)") for state in (before, after))
     streak: Array = after.overflow_streak
     steps: tuple[Array, Array] = after.steps, before.steps
-    if isinstance(steps[0], np.generic) and steps[0] < steps[1]:  # on a device they are not read
-        given = "{} steps after {}".format(*steps)
-        raise ValueError(f"step_info was given states of {given}; call step_info(before, after), in this order")
-    accepted = spiked ^ True
-    # An overflow lengthens the streak, unless it is full; only an overflow leaves a full streak.
-    overflowed = ((streak > before.overflow_streak) | (streak >= LARGEST_COUNT)) & accepted
-    return StepInfo(overflowed ^ accepted, used, left, streak, overflowed, spiked)
+    if isinstance(steps[0], np.generic) and steps[0] < steps[1]:  # counts on a device are not read
+        order = "{} steps after {}".format(*steps)
+        raise ValueError(f"step_info was given states of {order}; call step_info(before, after), in this order")
+    not_spiked = spiked ^ True
+    # Every overflow lengthens a streak that is not full; after other steps the streak is not full.
+    overflowed = ((streak > before.overflow_streak) | (streak >= LARGEST_COUNT)) & not_spiked
+    return StepInfo(overflowed ^ not_spiked, scale_used, scale_after, streak, overflowed, spiked)
 
 
 def metrics(state: ScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | None = None) -> dict[str, ArrayT_co]:
     """Return the numbers of a state for a log, under the same names in every framework and release.
 
-    Does not synchronise with the host; reading a value later does.
+    Does not synchronise with the host, but reading a value later does.
 
     Args:
         state: A state of any framework.
@@ -82,18 +82,18 @@ def metrics(state: ScaleState[ArrayT_co], *, guard: GuardState[ArrayT_co] | None
 
     Returns:
         The fields of the state by name (`loss_scale`, `growth_tracker`, `hysteresis_tracker`, `steps`, `skipped_steps`,
-        `overflow_streak` and a policy's own counters) and `applied_steps`, each of shape `()`, or a plain Python number
-            if the state is on the host. A guard adds `spikes`, `spike_streak` and `norm_mean`.
+        `overflow_streak` and a policy's own counters) and `applied_steps`. Each value has shape `()`, or is a Python
+        number if the state is on the host. A guard adds `spikes`, `spike_streak` and `norm_mean`.
 
     Raises:
-        TypeError: `state` is not a state, or several along a leading axis.
+        TypeError: `state` is not a state, or holds several states along a leading axis.
     """
     require_one_state(state, "metrics(state)")
     numbers = state._asdict()
     numbers["applied_steps"] = numbers["steps"] - numbers["skipped_steps"]
-    # NumPy's numbers on the host become Python's, which `json.dumps` takes.
-    numpys = (np.generic, np.ndarray)
+    # `json.dumps` accepts Python's numbers, but not NumPy's.
+    on_host = (np.generic, np.ndarray)
     if guard is not None:
-        streak = int(guard.streak) if isinstance(guard.streak, numpys) else guard.streak  # a count, in float32
+        streak = int(guard.streak) if isinstance(guard.streak, on_host) else guard.streak  # a count, in float32
         numbers |= {"spikes": guard.spikes, "spike_streak": streak, "norm_mean": guard.mean}
-    return {name: value.item() if isinstance(value, numpys) else value for name, value in numbers.items()}
+    return {name: value.item() if isinstance(value, on_host) else value for name, value in numbers.items()}

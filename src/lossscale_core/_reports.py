@@ -1,4 +1,4 @@
-"""A report on the gradients of one step that are not finite."""
+"""A report on the non-finite gradients of a step."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -8,16 +8,16 @@ import numpy as np
 from lossscale_core._messages import join_names
 
 BACKWARD_CAUSES = "a division by zero, or a root or a logarithm at zero, in the backward pass"
-"""What makes gradients NaN at each loss scale though the loss is finite: https://github.com/jax-ml/jax/issues/26328."""
+"""The causes of NaN gradients of a finite loss at every loss scale: https://github.com/jax-ml/jax/issues/26328."""
 BAD_LOSS = (
     "the loss itself is NaN or infinite: no loss scale fixes this; look at the inputs and the learning rate, and at "
     "logarithms, roots and divisions in the forward pass"
 )
-"""The sentence for a loss that is not finite, which is logged as the event `bad_loss`."""
+"""The message for a non-finite loss; a watch logs it as the event `bad_loss`."""
 UNCLEARED = "gradients that were not cleared after a skipped step"
-"""The commonest cause of overflows at every loss scale: later gradients are added to those of a skipped step."""
+"""The commonest cause of overflows at every loss scale: new gradients are added to the gradients of a skipped step."""
 _MANY = 5
-"""The number of gradients from which one line describes all."""
+"""The number of gradients from which one line describes all of them."""
 
 
 class GradientReport(NamedTuple):
@@ -36,15 +36,15 @@ class GradientReport(NamedTuple):
 
 
 class OverflowReport(list[GradientReport]):
-    """The reports on the gradients that are not finite, and the cause that the loss indicates.
+    """The reports on the non-finite gradients, and the cause that the loss indicates.
 
     Args:
-        gradients: A name and an array for each gradient that holds NaN or infinity: what `np.asarray` takes, of floats
-            or complex numbers.
-        loss_finite: Whether the loss, before it was scaled, is finite; None if the loss is unknown.
-        checked: The number of gradients that were checked. If none of them is finite, the text has one line for all.
-        in_order: The names of all gradients that were checked, in the order of the forward pass, if that is known. The
-            text then also says where the fault is.
+        gradients: The name and the array of each non-finite gradient. `np.asarray` must accept the array, and its
+            elements are floats or complex numbers.
+        loss_finite: Whether the unscaled loss is finite; None if the loss is unknown.
+        checked: The number of checked gradients. If none of them is finite, the text has one line for all.
+        in_order: The names of all checked gradients in the order of the forward pass, if the order is known. The text
+            then also says where the fault is.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OverflowReport(list[GradientReport]):
 
     @property
     def verdict(self) -> str:
-        """A recommendation in one or two clauses; without the loss, the gradients do not show the cause."""
+        """A recommendation in one or two clauses. It needs the loss, because the gradients do not show the cause."""
         if self.loss_finite is False:
             return BAD_LOSS
         if not self:
@@ -75,8 +75,9 @@ class OverflowReport(list[GradientReport]):
     def __str__(self) -> str:
         reports: list[GradientReport] = self
         if len(self) == self.checked and len(self) >= _MANY:
-            _, nan, above, below, largest = zip(*self, strict=True)
-            reports = [GradientReport(f"all {len(self)} parameters", sum(nan), sum(above), sum(below), max(largest))]
+            _, nan, positive, negative, largest = zip(*self, strict=True)
+            counts = sum(nan), sum(positive), sum(negative)
+            reports = [GradientReport(f"all {len(self)} parameters", *counts, max(largest))]
         lines = [
             f"{report.name}: {report.nan} NaN, {report.positive_inf} +inf, {report.negative_inf} -inf, "
             f"largest finite {report.largest_finite:g}"
@@ -90,12 +91,12 @@ class OverflowReport(list[GradientReport]):
 def locate_fault(bad: Sequence[str], in_order: Sequence[str] = ()) -> str:
     """Return a clause that says which gradients are not finite, and where the fault is.
 
-    Gradients flow from the loss to the first layer, and NaN and infinity flow with them. So the fault is at the last
-    gradient that is not finite, or behind it.
+    Gradients flow from the loss to the first layer, and NaN and infinity flow with them. The fault is therefore at or
+    behind the last non-finite gradient.
 
     Args:
-        bad: The names of the gradients that are not finite.
-        in_order: The names of all gradients that were checked, in the order of the forward pass. Without it the clause
+        bad: The names of the non-finite gradients.
+        in_order: The names of all checked gradients in the order of the forward pass. Without the order, the clause
             lists the names.
 
     Returns:
@@ -106,7 +107,7 @@ def locate_fault(bad: Sequence[str], in_order: Sequence[str] = ()) -> str:
     if len(bad) == len(in_order):
         return f"none of the {len(bad)} gradients is finite: look at the loss or the last layer"
     last = max(map(in_order.index, bad))
-    after = f", and that of {in_order[last + 1]} is" if last + 1 < len(in_order) else ""
+    after = f", and the gradient of {in_order[last + 1]} is" if last + 1 < len(in_order) else ""
     count = f" ({len(bad)} of {len(in_order)} are not)" if len(bad) > 1 else ""
     return f"the gradient of {in_order[last]} is not finite{after}{count}"
 
@@ -114,6 +115,6 @@ def locate_fault(bad: Sequence[str], in_order: Sequence[str] = ()) -> str:
 def _count(name: str, gradient: Any) -> GradientReport:
     values = np.asarray(gradient)
     parts = np.stack([values.real, values.imag]) if np.iscomplexobj(values) else values
-    nan, above, below = (int(test(parts).sum()) for test in (np.isnan, np.isposinf, np.isneginf))
+    nan, positive, negative = (int(test(parts).sum()) for test in (np.isnan, np.isposinf, np.isneginf))
     largest = np.abs(parts, where=np.isfinite(parts), out=np.zeros_like(parts)).max(initial=0.0)
-    return GradientReport(name, nan, above, below, float(largest))
+    return GradientReport(name, nan, positive, negative, float(largest))

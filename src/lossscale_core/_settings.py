@@ -1,4 +1,4 @@
-"""The rules of a policy's fields as data, from which checks and the command's tables are made."""
+"""The rules of a policy's fields as data; the checks and the command's tables are made from them."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ class Rule:
     optional: bool = False
 
     def validate(self, name: str, value: Any) -> Any:
-        """Return `value` as the plain Python type of this rule. Raises `PolicyError` for a value that breaks it."""
+        """Return `value` as the Python type of this rule. Raises `PolicyError` for a value that breaks the rule."""
         if value is None and self.optional:
             return None
         # np.int64 and np.float32 are neither int nor float, and json could not write them.
@@ -40,7 +40,7 @@ class Rule:
         return self.type(value)
 
     def accepts(self, value: Any) -> bool:
-        """Return whether `value` has this type and range; `True` is not a number, and 2000.0 is a whole number."""
+        """Return whether `value` has the type and the range; `True` is not a number, and 2000.0 is a whole number."""
         if self.type is bool or isinstance(value, bool):
             return self.type is bool and isinstance(value, bool)
         if not isinstance(value, int | float):
@@ -89,22 +89,21 @@ RULES = {
     "max_scale": dataclasses.replace(SCALE, hint="pass a power of two such as 2.0**24, or leave it out for 2**126"),
     "max_overflow_streak": COUNT_OR_NONE,
 }
-"""The rule of each setting, by its name, whichever policy has it."""
-
+"""The rule of each setting of the policies, by name."""
 
 _MAX_NORM = Rule(float, "a number from 0", "pass math.inf not to clip", maximum=math.inf)
 _ARGUMENTS = {
-    "max_norm": _MAX_NORM,  # 0 makes all gradients zero in torch and optax; in Keras it does not clip
+    "max_norm": _MAX_NORM,  # 0 makes all gradients zero in torch and optax, and does not clip in Keras
     "global_clipnorm": dataclasses.replace(_MAX_NORM, text="a positive number", minimum=float(np.nextafter(0.0, 1.0))),
     "retries": dataclasses.replace(COUNT_OR_ZERO, hint="pass 8, or 0 for one try"),
     "accumulation_steps": dataclasses.replace(COUNT, hint="pass 1, or leave it out, for a step after each batch"),
     "every_n_batches": dataclasses.replace(COUNT_OR_NONE, hint="leave it out for epochs only"),
 }
-"""The rule of each number that adapters take in addition to a policy, by the name of the argument."""
+"""The rule of each number that adapters take in addition to a policy, by argument."""
 
 
 def check_setting(name: str, value: Any) -> Any:
-    """Check one value by the rule of the setting of this name, without the other settings of a policy.
+    """Check a value by the rule of one setting or argument.
 
     Args:
         name: A setting of the library's policies, such as `"growth_interval"`, or an argument of the adapters:
@@ -115,11 +114,11 @@ def check_setting(name: str, value: Any) -> Any:
         The value as a plain Python number or bool, or None if the setting accepts None.
 
     Raises:
-        PolicyError: The value breaks the rule; the message names the value, the rule and what to do.
+        PolicyError: The value breaks the rule. The message names the value, the rule and a valid value.
         KeyError: `name` is not a setting.
     """
     if name in _ARGUMENTS and getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "item"):
-        value = value.item()  # one number in an array of any framework
+        value = value.item()  # an array of one element, of any framework
     return (RULES.get(name) or _ARGUMENTS[name]).validate(name, value)
 
 
@@ -128,19 +127,19 @@ _RULES_OF_TYPES = {"float": NUMBER, "int": COUNT_OR_ZERO, "bool": FLAG}
 
 def rules_of(policy_type: type[Any]) -> list[tuple[dataclasses.Field[Any], Rule]]:
     """Return each field of a policy class with the rule for its name, or else the rule for its type."""
-    found = []
+    rules = []
     for field in dataclasses.fields(policy_type) if dataclasses.is_dataclass(policy_type) else ():
         # `from __future__ import annotations` in the file of a policy turns the types of its fields into text.
         type_name = getattr(field.type, "__name__", field.type)
         rule = RULES.get(field.name) or _RULES_OF_TYPES.get(str(type_name))
         if rule is None:
             raise TypeError(f"{field.name} is declared as {field.type}; declare a setting as float, int or bool")
-        found.append((field, rule))
-    return found
+        rules.append((field, rule))
+    return rules
 
 
 def require_ordered_scales(settings: Mapping[str, Any]) -> None:
-    """Require `min_scale` ≤ `init_scale` ≤ `max_scale` for those of the three that are among the settings."""
+    """Require `min_scale` ≤ `init_scale` ≤ `max_scale`; a name may be missing from the settings."""
     for low, high in (("min_scale", "max_scale"), ("min_scale", "init_scale"), ("init_scale", "max_scale")):
         if low in settings and high in settings and settings[low] > settings[high]:
             raise PolicyError(

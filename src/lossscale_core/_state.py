@@ -1,4 +1,4 @@
-"""The state that loss scaling keeps between two steps: the meaning, dtype and shape of each field."""
+"""The state of loss scaling between two steps: the meaning, dtype and shape of each field."""
 
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias
 
@@ -35,9 +35,9 @@ HostScalar: TypeAlias = np.float32 | np.int32
 class ScaleState(NamedTuple, Generic[ArrayT_co]):
     """The loss scale and its counters, each of shape `()`, on the device of the gradients.
 
-    On the host the fields are `np.float32` and `np.int32` scalars, so that they round exactly as the arrays
-    of every framework do. An int32 counter that reaches 2**31 - 1 stays there. `ScaleState[jax.Array]` gives a type
-    checker the type of the fields; at run time the brackets change nothing.
+    On the host the fields are `np.float32` and `np.int32` scalars, which round like the arrays of every framework. An
+    int32 counter that reaches 2**31 - 1 stays there. `ScaleState[jax.Array]` tells a type checker the type of the
+    fields; at run time it is the same class.
     """
 
     loss_scale: ArrayT_co
@@ -51,20 +51,20 @@ class ScaleState(NamedTuple, Generic[ArrayT_co]):
     skipped_steps: ArrayT_co
     """int32: steps that overflowed and were skipped."""
     overflow_streak: ArrayT_co
-    """int32: overflows in a row up to now; 0 after a finite step."""
+    """int32: overflows in a row; 0 after a finite step."""
 
 
 def saturating_increment(counter: Array, *, xp: Namespace | None = None) -> Array:
     """Return a counter plus 1; a full counter stays full, because int32 would wrap around.
 
-    For the `update` of a policy of your own. Does not synchronise with the host.
+    Use it in the `update` of your own policy. Does not synchronise with the host.
 
     Args:
         counter: int32, shape `()`, on the host or in an array of any framework.
-        xp: The array namespace of the counter; without it the function takes five operations instead of three.
+        xp: The array namespace of the counter; without it the function needs five operations instead of three.
 
     Returns:
-        The new count, with the dtype and on the device of `counter`; 2**31 - 1 if it was that.
+        The new count, at most 2**31 - 1, with the dtype and on the device of `counter`.
     """
     # 1 is added last, since a full counter plus 1 would wrap around.
     if xp is not None:
@@ -98,7 +98,7 @@ def loss_scale_of(state: Any, call: str, source: str = "init_state or update") -
 
 
 def require_one_state(state: Any, call: str) -> None:
-    """Raise `TypeError` for what is not a state, or holds several along a leading axis.
+    """Raise `TypeError` if a value is not a state, or holds several states along a leading axis.
 
     Args:
         state: A state, or any other value.
@@ -107,15 +107,15 @@ def require_one_state(state: Any, call: str) -> None:
     scale = loss_scale_of(state, call)
     if getattr(scale, "ndim", 0):  # None for a tensor of TensorFlow with an unknown rank
         raise TypeError(
-            f"the state has a leading axis of {scale.shape[0]}, as that of an ensemble under vmap or of replicas has; "
-            f"call {call} with one member at a time, such as state._make(field[0] for field in state)"
+            f"the state has a leading axis of {scale.shape[0]}, like the state of an ensemble under vmap or of "
+            f"replicas; call {call} with one member at a time, such as state._make(field[0] for field in state)"
         )
 
 
 def read(number: Array) -> float:
-    """Return one number of a state as a Python float, waiting for its device if necessary.
+    """Return a number of a state as a Python float. Synchronises with the host.
 
-    Raises `TypeError` for a number without a value, as every framework has them while it compiles a function.
+    Raises `TypeError` for a traced number, which has no value while a framework compiles a function.
     """
     try:
         return float(number)

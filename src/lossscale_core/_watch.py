@@ -1,4 +1,4 @@
-"""The log of a run: verdicts that change, through Python's `logging`."""
+"""The log of a run: each change of its verdict, through Python's `logging`."""
 
 import math
 from typing import Any
@@ -11,37 +11,37 @@ from lossscale_core._reports import BAD_LOSS
 from lossscale_core._state import ScaleState
 
 _WINDOW = 64
-"""The fewest steps over which skipped steps are counted."""
+"""The smallest number of steps over which a watch counts skipped steps."""
 _REPEAT_AFTER_STEPS = 1000
 _REPEAT_AT_RATIO = 10
 
 
 class ScaleWatch:
-    """The log of one run, through `logging.getLogger("lossscale")`.
+    """A watch that logs the condition of one run on `logging.getLogger("lossscale")`.
 
     ```python
     watch = ScaleWatch()
     ...
-    watch.log(policy, state, loss=loss)  # now and then, when the loop logs
+    watch.log(policy, state, loss=loss)  # whenever the loop logs
     ```
 
-    `GradScaler` and the `LossScaleOptimizer`s have one each.
+    `GradScaler` and each `LossScaleOptimizer` have a watch of their own.
 
-    - **Judgement:** as in `diagnose`, but from the second look on by the steps since an earlier look, 64 steps before
-      or more. So the steps of a saved run and those at the start count only once.
-    - **When:** the watch logs a verdict that has changed, but not one that comes back within 1000 steps; and it repeats
-      a verdict when the streak of overflows is ten times as long.
-    - **Level:** `calibrating` and `healthy` are `INFO` lines, any other verdict is a `WARNING`. So is the first loss
-      that is NaN or infinite, with the event `bad_loss`.
+    - **Verdict:** as in `diagnose`, but the watch counts skipped steps since an earlier call, at least 64 steps before,
+      or since the first call. It does not count the steps before the first call, for example of a saved run.
+    - **When:** the watch logs a new verdict, but not a verdict that returns within 1000 steps. It repeats a verdict
+      when the streak of overflows is ten times as long.
+    - **Level:** `calibrating` and `healthy` are logged as `INFO`, and other verdicts as `WARNING`. The first loss that
+      is NaN or infinite is logged as `WARNING`, with the event `bad_loss`.
     - **Attributes:** a log record has the attributes `event` (the verdict), `steps`, `loss_scale` and
       `overflow_streak`.
-    - **Restart:** a state with fewer steps than the last one begins another run.
+    - **Restart:** a state with fewer steps than the last state begins another run.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._verdict = "healthy"
-        self._logged: dict[str, tuple[int, int]] = {}  # the step and the streak at which a verdict was logged
+        self._logged: dict[str, tuple[int, int]] = {}  # verdict: the step and the streak of its last log record
         self._has_bad_loss = False
         self._marks: tuple[ScaleState[Any], ...] = ()  # up to two earlier states, a window apart
 
@@ -51,7 +51,7 @@ class ScaleWatch:
         Args:
             policy: Anything that `as_policy` accepts.
             state: A state of any framework.
-            loss: The loss of the last step or a mean of losses, unscaled: a number, or an array of shape `()`.
+            loss: The unscaled loss of the last step, or a mean of losses: a number, or an array of shape `()`.
 
         Raises:
             PolicyError: `policy` is not a policy.
@@ -71,10 +71,10 @@ class ScaleWatch:
         Args:
             policy: Anything that `as_policy` accepts.
             state: A state of any framework.
-            guard: The state of a spike guard, which adds a sentence about the spikes, if there were any.
+            guard: The state of a spike guard, which adds a sentence about the spikes if there were spikes.
 
         Returns:
-            A text as that of the function `diagnose`.
+            The verdict, a colon and the sentences, like the function `diagnose`.
 
         Raises:
             PolicyError: `policy` is not a policy.
@@ -99,7 +99,7 @@ class ScaleWatch:
         return text + describe_spikes(guard)
 
     def _read(self, state: ScaleState, call: str) -> ScaleState[Any]:
-        """Return the fields of a state as Python numbers, and start over for another run."""
+        """Return the fields of a state as Python numbers. Start over if the state begins another run."""
         numbers = numbers_of(state, call)
         if numbers.steps < self._steps:
             vars(self).update(vars(ScaleWatch()))
@@ -108,14 +108,14 @@ class ScaleWatch:
 
 
 def log_event(event: str, text: str, level: str = "warning", **facts: Any) -> None:
-    """Log a line on the logger of this library.
+    """Log a message on the logger `lossscale`.
 
     Args:
         event: The attribute `event` of the log record.
-        text: The line.
+        text: The message.
         level: The name of the level in lower case.
         facts: Further attributes of the log record.
     """
-    import logging  # most processes log nothing, and it would add a twentieth to the time of importing the core
+    import logging  # at the top of the module, this would make the import of the core 5 % slower
 
     getattr(logging.getLogger("lossscale"), level)(text, extra={"event": event, **facts})

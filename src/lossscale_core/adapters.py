@@ -1,6 +1,6 @@
-"""What only adapters and the command need of the core: checks of arguments, and texts of messages.
+"""Functions of the core for adapters and the command: checks of arguments, texts of messages, parts of a step.
 
-The names serve the packages of this project and adapters of other packages. They may change in a minor version.
+They are for the packages of this project and for adapters in other packages. They may change in a minor version.
 """
 
 from lossscale_core import _tree as tree
@@ -50,4 +50,4 @@ __all__ = [
     "warn_caller",
 ]
 
-GradientReport.__module__ = OverflowReport.__module__ = __name__  # a pickle stores it, and the private one may change
+GradientReport.__module__ = OverflowReport.__module__ = __name__  # stored in pickles; the private name may change

@@ -12,7 +12,7 @@ LossScaleError
 CheckpointWarning(UserWarning)                 no saved state, or another policy than before
 ```
 
-A message names the value, the rule that it breaks and what to do.
+A message says what was given, what is allowed and what to do.
 """
 
 from typing import TYPE_CHECKING
@@ -48,7 +48,7 @@ class SyncError(LossScaleError, RuntimeError):
 
 
 class RetriesExhaustedError(LossScaleError, FloatingPointError):
-    """A step overflowed in each of its tries; the message names their loss scales."""
+    """A step overflowed in each of its tries; the message names the loss scales of the tries."""
 
 
 class OverflowStreakError(LossScaleError, FloatingPointError):

@@ -1,4 +1,4 @@
-"""JSON and TOML files read, lines of CSV, and any file written completely or not at all."""
+"""Functions that read JSON and TOML, make lines of CSV, and write a file completely or not at all."""
 
 import contextlib
 import math
@@ -14,21 +14,21 @@ __all__ = ["csv_lines", "open_file", "read_data", "write_whole"]
 
 Path: TypeAlias = str | os.PathLike[str]
 _LIMITS = {"policy": 2**16, "state": 2**22, "trace": 2**26, "archive": math.inf}
-"""The most bytes of each kind of file; an archive of `torch.save` may hold a whole model."""
+"""The largest number of bytes of each kind of file; an archive of `torch.save` may hold a whole model."""
 _LONGEST_LINE = 1000
 
 
 def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) -> None:
-    """Write a file completely or not at all: write another file in the same folder, and rename it.
+    """Write a file completely or not at all: write a temporary file in the same folder, and rename it.
 
     Args:
-        path: The path of the file. A symbolic link is replaced itself, and its target is not changed.
+        path: The path of the file. A symbolic link is replaced, and its target is not changed.
         content: The bytes of the file, or its text, which is encoded in UTF-8.
         overwrite: Whether to replace a file that exists; its permissions stay.
 
     Raises:
         FileExistsError: The file exists, and `overwrite` is False.
-        OSError: The file cannot be written. The error names `path`, and an existing file stays as it was.
+        OSError: The file cannot be written. The error names `path`, and an existing file is not changed.
     """
     target = os.fspath(path)
     if not overwrite and os.path.lexists(target):
@@ -37,7 +37,7 @@ def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) ->
     try:
         with open(temporary, "wb") as file:
             if os.path.isfile(target) and not os.path.islink(target):
-                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))  # before it has content that may be private
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))  # before the content, which may be private
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             # A rename may reach the disk before the content does, and then a crash would leave an empty file.
             file.flush()
@@ -50,26 +50,26 @@ def write_whole(path: Path, content: str | bytes, *, overwrite: bool = False) ->
 
 
 def open_file(path: Path, kind: str, error: type[LossScaleError]) -> BinaryIO:
-    """Open a regular file for reading, without waiting for another process, as a FIFO would.
+    """Open a regular file for reading. Does not wait for another process, as opening a FIFO may.
 
     Args:
         path: The path of the file, or of a link to it.
-        kind: What the file holds, which limits its size: "policy" (also another tool's config), "state" (in JSON),
+        kind: The kind of the content, which limits the size: "policy" (also another tool's config), "state" (in JSON),
             "trace" or "archive".
-        error: The type of error to raise for what is not such a file; the message names the file.
+        error: The type of the error for other paths and for larger files; the message names the file.
 
     Returns:
         The open file, in binary.
 
     Raises:
-        LossScaleError: The path is that of a folder, a FIFO or a device, or the file is larger; its type is `error`.
+        LossScaleError: The path names a folder, a FIFO or a device, or the file is too large. Its type is `error`.
         OSError: The file cannot be opened.
     """
     name, limit = os.fspath(path), _LIMITS[kind]
     if os.path.isdir(path):
         raise error(f"{name} is a folder; pass a file in it")
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
-    status = os.fstat(file.fileno())  # of the open file: another one may have taken the path
+    status = os.fstat(file.fileno())  # of the open file, because another file may replace the path
     if stat.S_ISREG(status.st_mode) and status.st_size <= limit:
         return file
     file.close()
@@ -83,17 +83,17 @@ def read_data(path: Path, kind: str, error: type[LossScaleError]) -> Any:
 
     Args:
         path: The path of the file.
-        kind: What the file holds, as for `open_file`.
-        error: The type of error to raise for invalid content; the message names the file.
+        kind: The kind of the content, as in `open_file`.
+        error: The type of the error for invalid content; the message names the file.
 
     Returns:
         Dicts, lists, text, numbers, bools and None, as the parser returns them.
 
     Raises:
-        LossScaleError: The content is invalid, or `open_file` refuses the path; its type is `error`.
+        LossScaleError: The content is invalid, or `open_file` rejects the path. Its type is `error`.
         OSError: The file cannot be read.
     """
-    # Imported late: most processes read no file, and pay for every import.
+    # Imported late, because most processes do not read files.
     import json
     import tomllib
 
@@ -114,14 +114,14 @@ def read_data(path: Path, kind: str, error: type[LossScaleError]) -> Any:
 
 
 def csv_lines(rows: Iterable[Sequence[Any]], titles: Sequence[str] = ()) -> Iterator[str]:
-    """Yield rows as lines of CSV. Waits for the devices of the cells.
+    """Yield rows as lines of CSV. Synchronises with the host if cells are on a device.
 
     Args:
-        rows: Cells that are numbers, arrays of shape `()`, bools, or None for what is not known.
-        titles: The cells of a first line, if there is one.
+        rows: The cells of each row: numbers, arrays of shape `()`, bools, or None for an unknown value.
+        titles: The cells of a first line; empty for no such line.
 
     Yields:
-        Each line, with its end.
+        The lines, with their ends.
     """
     if titles:
         yield ",".join(titles) + "\n"
@@ -131,7 +131,7 @@ def csv_lines(rows: Iterable[Sequence[Any]], titles: Sequence[str] = ()) -> Iter
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of pairs; raise `ValueError` for a key that is there twice, as TOML does."""
+    """Return a dict of pairs. Raises `ValueError` for a repeated key, as the parser of TOML does."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]

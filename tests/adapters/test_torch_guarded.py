@@ -248,7 +248,7 @@ def test_the_first_skipped_step_is_logged_with_its_parameters(how, names, fused,
     _bad_steps(optimizer, [*model.parameters()], 40)
     (first, text), (second, often) = _lines(caplog)
     assert (first, second) == ("skipped_step", "skipping too often")
-    fault = "the gradient of {} is not finite, and that of {} is (3 of 6 are not)".format(*names)
+    fault = "the gradient of {} is not finite, and the gradient of {} is (3 of 6 are not)".format(*names)
     assert text.startswith(f"step 2 of GuardedAdamW was skipped: {fault};")
     assert "31 of 32 steps" in often
 
@@ -260,8 +260,8 @@ def test_a_bad_step_can_end_the_run(fused):
     optimizer = guarded(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), names=model, on_bad="raise")
     _bad_steps(optimizer, [*model.parameters()], 1)
     before = [tensor.clone() for tensor in _tensors(model, optimizer)]
+    fault = "the gradient of 0.weight is not finite, and the gradient of 0.bias is"
     for number in (2, 3):
-        fault = "the gradient of 0.weight is not finite, and that of 0.bias is"
         words = f"step {number} of GuardedAdamW was not taken: {fault}"
         with pytest.raises(OverflowStreakError, match=words):
             _step(model, optimizer, number, bad=float("inf"))

@@ -108,7 +108,7 @@ def test_the_verdict_on_gradients_says_usually():
     assert str(report) == f"all 14 parameters: 0 NaN, 14 +inf, 0 -inf, largest finite 13\n{report.verdict}"
     assert str(OverflowReport(bad, checked=15)).count("\n") == 14
     names = [str(number) for number in range(16)]
-    place = "the gradient of 13 is not finite, and that of 14 is (14 of 16 are not)"
+    place = "the gradient of 13 is not finite, and the gradient of 14 is (14 of 16 are not)"
     assert place in str(OverflowReport(bad, checked=16, in_order=names)).splitlines()
     assert OverflowReport([nan]).verdict == "pass loss= to learn whether the scale or the loss is the cause"
 

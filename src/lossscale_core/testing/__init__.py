@@ -5,7 +5,7 @@ trace = simulate(DynamicScaling(growth_interval=3), [True, True, True, False])
 trace.loss_scale_after  # 65536, 65536, 131072, 65536
 ```
 
-Import separately `lossscale_core.testing.loops`, which has what a check of training loops needs.
+`lossscale_core.testing.loops` has functions for checks of training loops; import it separately.
 """
 
 from lossscale_core.testing._check import check_policy
@@ -13,4 +13,4 @@ from lossscale_core.testing._simulation import LARGEST_NUMBER, TITLES, Trace, si
 
 __all__ = ["LARGEST_NUMBER", "TITLES", "Trace", "check_policy", "simulate", "simulate_gradients", "trace_to_csv"]
 
-Trace.__module__ = __name__  # a pickle stores it, and the private module may change
+Trace.__module__ = __name__  # stored in pickles; the private name may change

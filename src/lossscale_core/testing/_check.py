@@ -1,4 +1,4 @@
-"""A check of the rules that the `update` of any policy keeps."""
+"""A check of the rules for the `update` of a policy."""
 
 import importlib.util
 import warnings
@@ -22,20 +22,23 @@ _OVERFLOWS, _FINITE_STEPS = 3000, 5000
 
 
 def check_policy(policy: PolicyLike) -> None:
-    """Check that a policy keeps the rules of `ScalingPolicy`, from its first state and from others that it may load.
+    """Check that a policy obeys the rules of `ScalingPolicy`.
 
-    Each field keeps its dtype and its shape, and holds a finite number; `steps`, `skipped_steps` and `overflow_streak`
-    count from 0; a full counter stays full; an overflow never raises the loss scale, which stays in `bounds()`;
-    `update` is pure; and host scalars, NumPy arrays, arrays without a truth value, as while a function is traced, and
-    arrays of array-api-strict, if it is installed, have the same states, bit for bit; each state can be saved and
-    restored. The steps begin at both bounds, outside of them, at full counters and where growth is due. The growth
-    tracker does not fall without end over 3000 overflows.
+    The check runs steps from the first state, from both bounds of the scale and from beyond them, with full counters,
+    and where growth is due. The rules:
+
+    - **Fields** keep their dtypes and shapes, and are finite. `state_from_dict` restores what `state_to_dict` returns.
+    - **Counters:** `steps`, `skipped_steps` and `overflow_streak` count from 0. A full counter stays full. The growth
+      tracker does not fall without end over 3000 overflows.
+    - **The loss scale** stays in `bounds()`, and an overflow does not raise it.
+    - **`update`** is pure. It returns the same bits for host scalars, NumPy arrays, traced arrays (without a truth
+      value) and, if it is installed, arrays of array-api-strict.
 
     Args:
         policy: Anything that `as_policy` accepts.
 
     Raises:
-        AssertionError: A rule is broken; the message names the field, the step and the rule.
+        AssertionError: The policy breaks a rule; the message names the field, the step and the rule.
         PolicyError: `policy` is not a policy.
     """
     checked: Any = as_policy(policy)
@@ -48,7 +51,7 @@ def check_policy(policy: PolicyLike) -> None:
             expected = list(_run(checked, first, flags, f"{moment}, on the host", None, lambda value: value))
             _check_run(_values(first), flags, expected, moment, low, high)
             for step, values in enumerate(expected, 1):
-                _require_restored(checked, first._make(values[name][()] for name in first._fields), step, moment)
+                _check_saving(checked, first._make(values[name][()] for name in first._fields), step, moment)
             for where, xp, convert in _namespaces():
                 states = _run(checked, first, flags, f"{moment}, on {where}", xp, convert)
                 for step, (state, on_host) in enumerate(zip(states, expected, strict=True), 1):
@@ -63,8 +66,8 @@ def _check_first_state(policy: Any, start: Any, low: Any, high: Any) -> None:
     again = policy.init_state()._asdict()
     for name, value in start._asdict().items():
         dtype = dtypes.get(name, "float32 or int32")
-        good = isinstance(value, np.generic) and value.dtype.name in dtype and np.isfinite(value)
-        _require(good, f"{name} of init_state is {describe(value)}; return a finite NumPy scalar of {dtype}")
+        is_valid = isinstance(value, np.generic) and value.dtype.name in dtype and np.isfinite(value)
+        _require(is_valid, f"{name} of init_state is {describe(value)}; return a finite NumPy scalar of {dtype}")
         _require(again[name] == value, f"{name} of init_state is {value}, and then {again[name]}; return equal states")
     for name in _COUNTERS[1:]:
         count = getattr(start, name)
@@ -76,7 +79,7 @@ def _check_first_state(policy: Any, start: Any, low: Any, high: Any) -> None:
 
 
 def _moments(start: Any, low: Any, high: Any, interval: int) -> Iterator[tuple[str, Any]]:
-    """Yield states from which a run may begin, for a checkpoint may hold them, and a text for each."""
+    """Yield states from which a run may begin or resume, and a text for each state."""
     yield "from the first state", start
     yield "with full counters", start._replace(**dict.fromkeys(_COUNTERS, np.int32(LARGEST_COUNT - 1)))
     due = start._replace(growth_tracker=np.int32(min(max(interval, 1), LARGEST_COUNT) - 1))
@@ -131,14 +134,14 @@ def _check_long_runs(policy: Any, traits: BaseScaling, low: Any, high: Any) -> N
 def _run(
     policy: Any, state: Any, flags: list[bool], moment: str, xp: Any, convert: Callable[[Any], Any]
 ) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
-    """Yield the values after each step. Raises `AssertionError` unless `update` is pure and keeps each type."""
+    """Yield the values after each step. Raises `AssertionError` if `update` is not pure or changes a type."""
     state = state._make(map(convert, state))
     for step, flag in enumerate(flags, 1):
         when = f"after step {step} {moment}"
-        before, given = _values(state), flag if xp is None else convert(np.bool_(flag))
+        before, grads_finite = _values(state), flag if xp is None else convert(np.bool_(flag))
         try:
             with np.errstate(all="ignore"):
-                after, again = (policy.update(state, given, xp=xp) for _ in range(2))
+                after, again = (policy.update(state, grads_finite, xp=xp) for _ in range(2))
         except Exception as error:
             hint = "use operators and select(..., xp=xp)"
             raise AssertionError(f"update raised {error!r} {when}; {hint}") from error
@@ -146,25 +149,25 @@ def _run(
         _require(type(after) is type(state), text)
         values = _values(after)
         for name, value in before.items():
-            kind, found = (f"{each.dtype} of shape {each.shape}" for each in (value, values[name]))
-            _require(found == kind, f"{name} is {found} {when}, but must stay {kind}")
+            old, new = (f"{array.dtype} of shape {array.shape}" for array in (value, values[name]))
+            _require(new == old, f"{name} is {new} {when}, but must stay {old}")
         _require_equal(_values(again), values, f"{when}, but was", "before; make update pure")
         _require_equal(_values(state), before, f"in the state itself {when}, but was", "before; make update pure")
         yield values
         state = after
 
 
-def _require_restored(policy: Any, state: Any, step: int, moment: str) -> None:
-    """Require that a state is the same after it was saved and restored, but for a scale outside of the bounds."""
+def _check_saving(policy: Any, state: Any, step: int, moment: str) -> None:
+    """Require that saving and restoring a state does not change it, except a scale outside the bounds."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
-            restored = state_from_dict(state_to_dict(state, policy), policy)
+            copy = state_from_dict(state_to_dict(state, policy), policy)
     except Exception as error:
         raise AssertionError(f"the state after step {step} {moment} is saved, but not restored: {error}") from error
     low, high = BaseScaling.of(policy).bounds()
-    restored = restored if low <= state.loss_scale <= high else restored._replace(loss_scale=state.loss_scale)
-    _require_equal(_values(state), _values(restored), f"after step {step} {moment}, but", "once saved and restored")
+    copy = copy if low <= state.loss_scale <= high else copy._replace(loss_scale=state.loss_scale)
+    _require_equal(_values(state), _values(copy), f"after step {step} {moment}, but", "once saved and restored")
 
 
 def _require_equal(values: dict[str, Any], others: dict[str, Any], when: str, where: str) -> None:
@@ -187,7 +190,7 @@ def _namespaces() -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
 
 
 class _Traced:
-    """A NumPy array without a truth value, as arrays have while a function is traced, and its own namespace."""
+    """A NumPy array without a truth value, like an array that a framework traces. The class is its own namespace."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -200,18 +203,19 @@ class _Traced:
 
     @classmethod
     def where(cls, condition: Any, x: Any, y: Any) -> "_Traced":
-        """Return x or y; a plain number takes the dtype of the other one."""
-        return cls(np.where(*(getattr(each, "traced", each) for each in (condition, x, y))))
+        """Return x or y; a plain number takes the dtype of the other argument."""
+        return _on_traced(np.where)(condition, x, y)
 
 
-def _applied(function: Callable[..., Any]) -> Callable[..., _Traced]:
-    return lambda *operands: _Traced(function(*(getattr(each, "traced", each) for each in operands)))
+def _on_traced(function: Callable[..., Any]) -> Callable[..., _Traced]:
+    """Return a function of traced arrays that applies `function` to their NumPy arrays."""
+    return lambda *operands: _Traced(function(*(getattr(operand, "traced", operand) for operand in operands)))
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _OTHERS = ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert")
 for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), *_OTHERS):
-    setattr(_Traced, f"__{_name}__", _applied(getattr(np.ndarray, f"__{_name}__")))
+    setattr(_Traced, f"__{_name}__", _on_traced(getattr(np.ndarray, f"__{_name}__")))
 
 
 def _require(holds: Any, otherwise: str) -> None:

@@ -24,13 +24,13 @@ LARGEST_NUMBER = {
     "float32": (2.0 - 2.0**-23) * 2.0**127,
     "float64": (2.0 - 2.0**-52) * 2.0**1023,
 }
-"""The largest finite number of each dtype that gradients may have."""
+"""The largest finite number of each dtype of gradients."""
 TITLES = ("step", "scale", "applied", "overflowed", "spiked", "norm", "gradient_max", "scaler")
 """The titles of a trace in CSV; `docs/command.md` describes the columns."""
 
 
 class Trace(NamedTuple):
-    """A simulated run: arrays of shape `(steps,)` with one row per step; the counters are those after the step."""
+    """A simulated run: arrays of shape `(steps,)` with an element for each step. The counters are after the step."""
 
     loss_scale_used: "NDArray[np.float32]"
     """float32: the scale that multiplied this step's loss."""
@@ -52,23 +52,23 @@ def simulate(
     norms: "ArrayLike | None" = None,
     guard: SpikeGuard | None = None,
 ) -> Trace:
-    """Run `policy` over steps with gradients that are finite or not.
+    """Run `policy` over steps with finite or non-finite gradients.
 
-    A step takes a few microseconds and some 40 bytes.
+    A step takes a few microseconds and about 40 bytes.
 
     Args:
         policy: Anything that `as_policy` accepts.
         grads_finite: A bool for each step.
         norms: The norm of each step's unscaled gradients, of shape `(steps,)`; only with `guard`.
-        guard: Checks the norms of the steps that are finite. A spike leaves the policy's state as it was.
+        guard: Checks the norms of the finite steps. A spike leaves the policy's state unchanged.
 
     Returns:
-        The simulated run, with a column for each counter that the policy's state has in addition. With `guard` it has
-        a bool column `spiked`; `skipped` marks the overflows.
+        The simulated run. It also has a column for each further counter of the policy's state and, with `guard`, a bool
+        column `spiked`; `skipped` marks the overflows.
 
     Raises:
         PolicyError: `policy` is not a policy.
-        TypeError: `grads_finite` is not a sequence, or holds something other than bools, 0 and 1.
+        TypeError: `grads_finite` is not a sequence of bools, 0 and 1.
         ValueError: One of `norms` and `guard` is missing, or `norms` has another length than `grads_finite`.
     """
     flags = _as_flags(grads_finite)
@@ -78,7 +78,7 @@ def simulate(
 
 
 def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any = "float16") -> Trace:
-    """Run `policy` over steps with these largest magnitudes of the unscaled gradients.
+    """Run `policy` over steps with known magnitudes of the unscaled gradients.
 
     A step overflows if the loss scale × `gradient_max` exceeds the largest number of `dtype`, or if `gradient_max` is
     not finite.
@@ -89,12 +89,11 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
         dtype: The dtype of the gradients: `"float16"`, `"bfloat16"`, `"float32"` or `"float64"`.
 
     Returns:
-        The simulated run, with a column for each counter that the policy's state has in addition.
+        The simulated run. It also has a column for each further counter of the policy's state.
 
     Raises:
         PolicyError: `policy` is not a policy.
-        ValueError: `dtype` is another dtype, or `gradient_max` has another shape or holds something other than numbers
-            from 0.
+        ValueError: `dtype` is another dtype, or `gradient_max` has another shape or a negative number.
     """
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if dtype not in LARGEST_NUMBER:
@@ -111,7 +110,7 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
     return _run(
         as_policy(policy),
         len(magnitudes),
-        # In float64, where the product itself does not overflow before it is compared.
+        # The product does not overflow in float64.
         lambda step, scale: bool(float(scale) * magnitudes[step] <= LARGEST_NUMBER[dtype]),
     )
 
@@ -119,8 +118,8 @@ def simulate_gradients(policy: PolicyLike, gradient_max: "ArrayLike", dtype: Any
 def trace_to_csv(trace: Trace, path: Path) -> None:
     """Write a simulated run as a CSV file, which `lossscale plot` and `lossscale simulate` read.
 
-    An existing file is replaced atomically. Norms and magnitudes of gradients are not a part of a `Trace`, so that
-    their columns are empty.
+    An existing file is replaced atomically. The columns of norms and magnitudes are empty, because a `Trace` does not
+    have them.
 
     Args:
         trace: A run that `simulate` or `simulate_gradients` returned.
@@ -130,14 +129,14 @@ def trace_to_csv(trace: Trace, path: Path) -> None:
         OSError: The file cannot be written.
     """
     spiked = getattr(trace, "spiked", np.zeros_like(trace.skipped))
-    step = trace.steps - ~spiked  # before the step; a spike is not counted
+    step = trace.steps - ~spiked  # the number before the step; a spike is not counted
     columns = (step, trace.loss_scale_used, ~(trace.skipped | spiked), trace.skipped, spiked)
     rows = ((*cells, None, None, 0) for cells in zip(*columns, strict=True))
     write_whole(path, "".join(csv_lines(rows, TITLES)), overwrite=True)
 
 
 def _as_flags(grads_finite: Any) -> list[bool]:
-    """Return the flags of a run. Raises `TypeError` for what is not a sequence of them, text included."""
+    """Return the flags of a run. Raises `TypeError` if the value is not a sequence of flags; text is not."""
     flags = list(grads_finite) if isinstance(grads_finite, Iterable) else [None]
     if any(bool(flag) != flag for flag in flags):
         raise TypeError(
@@ -169,13 +168,13 @@ def _run(
     columns = {name: rows[name].copy() for name in state._fields}
     scales = columns.pop("loss_scale")
     after = {name: column[1:] for name, column in columns.items()} | ({} if guard is None else {"spiked": spiked})
-    own = tuple(name for name in after if name not in ScaleState._fields)
-    trace: Trace = _trace_type(*own)(
+    trace: Trace = _trace_type(*(name for name in after if name not in ScaleState._fields))(
         loss_scale_used=scales[:-1], loss_scale_after=scales[1:], skipped=np.diff(columns["skipped_steps"]) > 0, **after
     )
     return trace
 
 
 @functools.cache
-def _trace_type(*own: str) -> Any:
-    return namedtuple("Trace", (*Trace._fields, *own)) if own else Trace
+def _trace_type(*more: str) -> Any:
+    """Return `Trace`, or a type with more fields for a policy with a larger state or a guard."""
+    return namedtuple("Trace", (*Trace._fields, *more)) if more else Trace

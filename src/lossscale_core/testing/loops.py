@@ -1,4 +1,4 @@
-"""Functions that the checks of training loops of all adapters need: planned overflows, comparisons, texts of errors."""
+"""Functions for checks of training loops in all adapters: planned overflows, comparisons and messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,22 +6,22 @@ from typing import Any
 from lossscale_core._messages import join_names
 
 BAD_STEPS = frozenset((0, 3, 4))
-"""The steps that overflow: the first, when nothing has moved yet, and two in a row."""
+"""The steps that overflow: the first step, when every value is still at its start, and two steps in a row."""
 SCALES = (1.0, 2.0**10)
-"""The loss scales that must give the same results: powers of two, with which scaling and unscaling round nothing."""
+"""The loss scales that must give the same results: powers of two, so that scaling and unscaling are exact."""
 CLOSE = 0.02
-"""The relative difference up to which the results of two loss scales are the same."""
+"""The largest accepted relative difference between the results of two loss scales."""
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two values have the same bits, where NaN is the same as NaN. Synchronises with the host.
+    """Return whether two values are equal; NaN equals NaN. Synchronises with the host.
 
     Args:
         a: An array of any framework, or any other value.
-        b: Another value. An array is the same as an array of the same shape and dtype only.
+        b: Another value. Equal arrays have the same shape and dtype.
 
     Returns:
-        The answer.
+        True if the values are equal.
     """
     if hasattr(a, "dtype") and hasattr(b, "dtype"):
         return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
@@ -29,26 +29,26 @@ def same(a: Any, b: Any) -> bool:
 
 
 def change(name: str, before: Any, after: Any) -> str:
-    """Return the words that say how a value has changed. Synchronises with the host.
+    """Return a clause about the change of a value. Synchronises with the host.
 
     Args:
         name: The name of the value.
-        before: A plain value, or an array of any framework.
-        after: The same, from after the step.
+        before: The value before the step: a plain value, or an array of any framework.
+        after: The value after the step.
 
     Returns:
-        The words; the values are a part of them unless they are arrays of several elements.
+        The clause. It has the two values unless they are arrays of several elements.
     """
     shapes = {tuple(value.shape) for value in (before, after) if hasattr(value, "shape")}
     return f"{name} went from {before} to {after}" if shapes <= {()} else f"{name} changed"
 
 
 def not_skipped(number: int, changes: Sequence[str], hint: str) -> str:
-    """Return the message for a step that was to be skipped and has changed something.
+    """Return the message for a step that had to be skipped but changed values.
 
     Args:
         number: The number of the step.
-        changes: What `change` says of each value.
+        changes: The clause of `change` for each value.
         hint: What to do.
 
     Returns:
@@ -82,7 +82,7 @@ def scales_differ(number: int, results: str, hint: str) -> str:
 
     Args:
         number: The number of the step.
-        results: What the two scales gave.
+        results: A noun phrase about the results of the two scales.
         hint: What to do.
 
     Returns:
