@@ -1,6 +1,7 @@
 """Loss scaling for PyTorch: the five verbs on tensors, and `GradScaler`, a drop-in for `torch.amp.GradScaler`.
 
-`GradScaler` accepts any policy, decides together with all ranks, reports each step, and can clip while it unscales.
+`GradScaler` accepts any policy, combines the decisions of all ranks, reports the outcome of each step, and can clip
+gradients while it unscales them.
 """
 
 try:

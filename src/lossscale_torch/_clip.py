@@ -76,11 +76,11 @@ def _clip_scaled(
     is_on_device = are_fused and (not scale.is_cpu or is_capturing())
     read = None if is_on_device else lambda norm: state.read([], norm)[0]  # the one wait of a step
     left_out, ranks.left_out = ranks.left_out, False
-    scaled, is_finite = gradients.norm(order, state.one, groups, ranks.norm_group, read, left_out)
+    scaled, is_finite = gradients.norm(order, state.unit, groups, ranks.norm_group, read, left_out)
     dtype = gradients.norm_dtype(scale.device)
     factor: float | Tensor
     if is_on_device:
-        value, flag = scaled / scale, torch.where(is_finite, 0.0, state.one)
+        value, flag = scaled / scale, torch.where(is_finite, 0.0, state.unit)
         factor = torch.where(is_finite, _clip_factor(value, max_norm) / scale, 1.0)
         norm = noted = value.to(dtype)
     else:
@@ -120,7 +120,7 @@ def _clip_unscaled(scaler: "GradScaler", optimizers: Sequence[Optimizer], max_no
 @torch.no_grad()
 def total_norm(scaler: "GradScaler", optimizer: Optimizer, groups: "Sequence[ProcessGroup]") -> Tensor:
     """Return the 2-norm of unscaled gradients on all ranks: shape `()`, where the scale is. Does not synchronise."""
-    gradients, one = Gradients([optimizer]), scaler._state.one
+    gradients, one = Gradients([optimizer]), scaler._state.unit
     read = Tensor.item if one.is_cpu and not is_capturing() else None
     norm, _ = gradients.norm(2.0, one, groups, scaler._ranks.norm_group, read)
     return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype(one.device))

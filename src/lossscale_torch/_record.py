@@ -1,6 +1,8 @@
-"""`OptimizerStep`, the record of one optimizer between two updates, and the flags in it.
+"""`OptimizerStep`: the record of an optimizer between two calls of `update`, with its stage and its flags.
 
-A flag is 0.0 if the step may be applied; 1.0, or NaN, skips it. A flag that the host knows is a tensor on the CPU.
+The stage says which calls the optimizer has had: READY (none), UNSCALED (`unscale_`) or STEPPED (`step` or `skip`).
+A flag is a float32 tensor of shape `()`: 0.0 allows the step; another value, also NaN, forbids it. A flag of gradients
+is set by an overflow, and a veto is set by a hook. If the host knows a flag, the tensor is on the CPU.
 """
 
 import functools
@@ -27,53 +29,53 @@ if TYPE_CHECKING:
     from lossscale_torch.hooks import Hook
 
 SPIKE, VETO = "spike", "veto"
-"""The names under which the flags of the guard and of other hooks are stored."""
+"""The keys of vetoes in a record: of the guard, and of other hooks."""
 
 _FUSED = "_step_supports_amp_scaling"
 _IS_CPU = operator.attrgetter("is_cpu")
 
 
 class Kind(Enum):
-    """How an optimizer is stepped."""
+    """How `GradScaler.step` calls an optimizer."""
 
-    PLAIN = "the scaler reads the flags, and calls the optimizer's `step` or skips it"
-    FUSED = "the optimizer's kernel reads the flag, divides by a factor, and skips the step itself"
-    LEGACY = "the optimizer's `step` receives the scaler, as in torch's older contract, and decides"
+    PLAIN = "the scaler reads the flags on the host, and calls the optimizer's `step` only if no flag is set"
+    FUSED = "the optimizer's kernel reads the flag on the device, unscales the gradients, and may skip the step itself"
+    LEGACY = "the optimizer's `step` receives the scaler as an argument, and decides itself"
 
 
-# Access to the members of an enum by name is slow.
+# These names exist because access to the members of an enum is slow.
 READY, UNSCALED, STEPPED = OptState
 PLAIN, FUSED, LEGACY = Kind
 
 
 class OptimizerStep(dict[str, Any]):
-    """The record of one optimizer between two updates.
+    """The record of an optimizer between two calls of `update`.
 
-    Its entries are those of torch's record, `"stage"` and `"found_inf_per_device"`, which other packages read, write
-    and replace. The facts that only this library needs are attributes.
+    The entries are the entries of torch's record, `"stage"` and `"found_inf_per_device"`. Other packages read, write
+    and replace them. The attributes hold facts that only this library needs.
     """
 
     optimizer: Optimizer = None  # type: ignore[assignment]
-    """The optimizer; None only in a record that another package has put in the place of the scaler's."""
+    """The optimizer; None only if another package has stored a record of its own."""
     kind: Kind | None = None
     """How `step` has called the optimizer; None before the call."""
     applied: bool | None = None
-    """Whether the scaler decided to step the optimizer; None before, and if a kernel or a subclass decides."""
+    """Whether the scaler has stepped the optimizer; None before `step`, and if a kernel or a subclass decides."""
     norm: Tensor | None = None
-    """The norm of the unscaled gradients: shape `()`; None if nothing has computed it.
+    """The norm of the unscaled gradients: shape `()`; None if it was not computed.
 
-    It is the 2-norm, or after a clip the norm by which the gradients were clipped.
+    It is the 2-norm, or after a clip the norm of the order that the clip used.
     """
     divisor: Tensor | None = None
-    """The divisor that clips, which is left to the kernel of a guarded optimizer."""
+    """The number by which the kernel of a fused, guarded optimizer divides the gradients, to clip them."""
     has_divided: bool = False
-    """Whether this rank has divided gradients, and scaled no loss since the step."""
+    """Whether the gradients are unscaled: this rank has divided them, and has not scaled a loss after the step."""
     combined_over: "Sequence[ProcessGroup]" = ()
     """The groups of ranks over which a clip has combined the flags."""
     has_dropped: bool = False
-    """Whether the divided gradients were set to None before another loss was scaled."""
+    """Whether the program set the unscaled gradients to None and then scaled another loss."""
     is_done: bool = False
-    """Whether an earlier attempt of `attempts` has applied the step, so that this attempt leaves it alone."""
+    """Whether an earlier try of `attempts` has stepped the optimizer, so that this try does not step it."""
 
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
         self["stage"], self["found_inf_per_device"] = READY, {}
@@ -81,14 +83,14 @@ class OptimizerStep(dict[str, Any]):
 
     @property
     def flags(self) -> dict[torch.device | str, Tensor]:
-        """The flags: of the gradients under their devices, and vetoes of hooks under the names of the hooks."""
+        """The flags of gradients by device, and the vetoes by the names of their hooks."""
         flags: dict[torch.device | str, Tensor] = self["found_inf_per_device"]
         return flags
 
     def store_veto(self, veto: object, hook: "Hook") -> None:
-        """Store the answer of a hook, unless it allows the step, as a flag under the name of the hook.
+        """Store the answer of a hook as a flag under the name of the hook, unless the answer is None or False.
 
-        Subclasses of other packages add up the flags, so that the veto must be one of them.
+        A veto must be one of the flags, since subclasses in other packages decide by the sum of the flags.
         """
         if veto is None or veto is False:
             return
@@ -104,32 +106,32 @@ class OptimizerStep(dict[str, Any]):
         self.flags[hook.name] = flag
 
     def is_allowed(self, device: torch.device) -> Tensor:
-        """Return whether no flag is set: a bool of shape `()` on `device`."""
+        """Return whether all flags allow the step: a bool tensor of shape `()` on `device`. Does not synchronise."""
         return combine(self.flags.values(), device) == 0.0
 
     @property
     def had_gradients(self) -> bool:
-        """Whether a step can have changed parameters: only those with gradients."""
+        """Whether the optimizer had gradients; without them a step changes no parameters."""
         return self.is_done or self.kind is LEGACY or bool(flags_of([self], vetoes=False))
 
     @property
-    def may_have_moved(self) -> bool:
-        """Whether gradients were applied, or the optimizer was called with them and decided by itself."""
+    def may_have_stepped(self) -> bool:
+        """Whether the optimizer has applied gradients, or its kernel may have done so."""
         return self.had_gradients and (self.kind is not None if self.applied is None else self.applied)
 
 
 class OptimizerSteps(defaultdict[int, OptimizerStep]):
-    """The records of a scaler by the ids of the optimizers. Records of torch's form become an `OptimizerStep`."""
+    """The records of a scaler, by the ids of the optimizers. A plain dict that is stored becomes an `OptimizerStep`."""
 
     _owners: "dict[Tensor, OptimizerStep] | None" = None
-    """The record by which the gradient of a parameter is divided, once several optimizers take part."""
+    """For each parameter, the record of the optimizer that holds it; None while there is only one optimizer."""
 
     def __setitem__(self, key: int, record: dict[str, Any]) -> None:
         super().__setitem__(key, record if isinstance(record, OptimizerStep) else OptimizerStep(record))
 
     def claim_gradients(self, step: OptimizerStep, policy: ScalingPolicy) -> None:
-        """Note whose the gradients of an optimizer are; raise an error if another one of this step has divided them."""
-        # The claims of earlier records are noted first, since a single optimizer needs none.
+        """Register the parameters of an optimizer; raise `CallOrderError` if another has unscaled their gradients."""
+        # The first optimizer was not registered when it was the only one.
         claims = [step] if self._owners else sorted(self.values(), key=lambda other: other is step)
         owners = self._owners = self._owners or {}
         for claim in claims:
@@ -144,18 +146,18 @@ class OptimizerSteps(defaultdict[int, OptimizerStep]):
                         f"{name} belongs to two optimizers of this step, a {type(optimizer).__name__} and a "
                         f"{type(claim.optimizer).__name__}, and its gradient would be divided twice; pass an optimizer "
                         "as the same object to each call, or unscale optimizers that share parameters together, before "
-                        "the first step: scaler.unscale_and_clip_([first, second], max_norm), with float('inf') to not "
-                        "clip"
+                        "the first step: scaler.unscale_and_clip_([first, second], max_norm); max_norm=float('inf') "
+                        "does not clip"
                     )
             owners.update(dict.fromkeys(params, claim))
 
 
 Decision = tuple[bool, bool, bool, bool]
-"""The flags of a step that the host knows: had gradients, overflowed, vetoed, and vetoed by the guard alone."""
+"""Whether a step had gradients, overflowed, was vetoed, and was vetoed by the guard without an overflow."""
 
 
 def decision_on_host(steps: Iterable[OptimizerStep]) -> Decision | None:
-    """Return what the flags of the steps say together, or None if one of the flags is on a device."""
+    """Return the decision by the flags of all records together, or None if a flag is on a device."""
     had_gradients = overflowed = vetoed = spiked = False
     for step in steps:
         for key, flag in step["found_inf_per_device"].items():
@@ -170,37 +172,37 @@ def decision_on_host(steps: Iterable[OptimizerStep]) -> Decision | None:
 
 
 def flags_of(steps: Iterable[OptimizerStep], *, vetoes: bool) -> list[Tensor]:
-    """Return the vetoes of hooks, or else the flags of gradients."""
+    """Return the vetoes of hooks, or the flags of gradients."""
     return [flag for step in steps for key, flag in step.flags.items() if (type(key) is str) is vetoes]
 
 
 def combine(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the largest flag, which may be NaN: float32, shape `()`, on `device`; 0.0 if there is none."""
-    on_device = [to_device(flag, device) for flag in flags]
-    if len(on_device) == 1:
-        return on_device[0]
-    if not on_device:
+    flags = [to_device(flag, device) for flag in flags]
+    if len(flags) == 1:
+        return flags[0]
+    if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return functools.reduce(torch.maximum, [flag.reshape(()) for flag in on_device])
+    return functools.reduce(torch.maximum, [flag.reshape(()) for flag in flags])
 
 
 def read_numbers(tensors: Sequence[Tensor], device: torch.device) -> list[float]:
-    """Return the numbers of tensors of shape `()`. Waits for all devices together, once."""
+    """Return the values of tensors of shape `()`. Waits once for all tensors that are not on the CPU."""
     if all(map(_IS_CPU, tensors)):
         return [*map(Tensor.item, tensors)]
     dtype = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
-    numbers: list[float] = torch.stack([to_device(each, device).to(dtype).reshape(()) for each in tensors]).tolist()
+    numbers: list[float] = torch.stack([to_device(tensor, device).to(dtype).reshape(()) for tensor in tensors]).tolist()
     return numbers
 
 
 def kind_of(optimizer: Optimizer) -> Kind:
-    """Return how an optimizer is stepped.
+    """Return how `GradScaler.step` must call an optimizer.
 
-    A wrapper that only forwards attribute reads is not fused: the flag and the factor would be set on the wrapper, and
-    the inner optimizer would not receive them.
+    A wrapper that forwards attribute reads to a fused optimizer is PLAIN: the scaler would set the flag and the factor
+    on the wrapper, and the inner optimizer would not receive them.
     """
-    is_own = _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED)
-    if not (is_own and getattr(optimizer, _FUSED)):
+    has_attribute = _FUSED in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), _FUSED)
+    if not (has_attribute and getattr(optimizer, _FUSED)):
         return PLAIN
     return LEGACY if _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)) else FUSED
 

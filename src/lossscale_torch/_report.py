@@ -1,4 +1,4 @@
-"""A report on the parameters with gradients that overflowed."""
+"""`overflow_report`: the parameters with gradients that are not finite."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,21 +16,21 @@ from lossscale_torch._verbs import all_finite
 def overflow_report(
     named_parameters: Iterable[tuple[str, Tensor]], *, loss: Tensor | float | None = None
 ) -> OverflowReport:
-    """Report each parameter with a gradient that holds NaN or infinity, in the given order, the place, and the cause.
+    """Report the parameters with a gradient that holds NaN or infinity, where the fault began, and its cause.
 
-    Call it after a skipped step; if no gradient overflowed, the report is empty. Reads every gradient and synchronises
-    with the host.
+    Call it after a skipped step. The report is empty if all gradients are finite. Synchronises with the host.
 
     Args:
-        named_parameters: what `model.named_parameters()` returns.
-        loss: the loss of the step, unscaled. It shows the cause. Gradients alone do not, since an overflow of the
-            backward pass may leave NaN and no infinity.
+        named_parameters: Pairs of a name and a parameter, such as `model.named_parameters()`. The report keeps their
+            order.
+        loss: The unscaled loss of the step. With it the report can name the cause; the gradients do not suffice, since
+            an overflow of the backward pass may leave NaN without an infinity.
 
     Returns:
         A list of `GradientReport`. Its `verdict` says whether a smaller loss scale helps.
 
     Raises:
-        TypeError: `named_parameters` is not made of pairs of a name and a parameter.
+        TypeError: `named_parameters` does not consist of pairs of a name and a parameter.
     """
     names, bad = bad_gradients(pairs(named_parameters, "overflow_report"))
     arrays = [(name, at_least_float32(values).cpu().numpy()) for name, values in bad]
@@ -39,7 +39,7 @@ def overflow_report(
 
 
 def bad_gradients(named: Iterable[tuple[str, Any]]) -> tuple[list[str], list[tuple[str, Tensor]]]:
-    """Return the names of all gradients, and the values of those that are not finite. Waits once."""
+    """Return the names of all gradients, and the names and values of nonfinite gradients. Waits for devices once."""
     gradients = [(name, values_of(param.grad.detach())) for name, param in named if param.grad is not None]
     flags = [torch.isfinite(values).all() for _, values in gradients]
     are_finite = read_numbers(flags, flags[0].device) if flags else []
@@ -48,13 +48,13 @@ def bad_gradients(named: Iterable[tuple[str, Any]]) -> tuple[list[str], list[tup
 
 
 def pairs(named_parameters: object, caller: str) -> list[tuple[str, Tensor]]:
-    """Return the pairs of a name and a parameter; raise `TypeError` for what does not hold them."""
+    """Return the pairs of a name and a parameter as a list; raise `TypeError` for other values."""
     is_module = isinstance(named_parameters, Module) or not isinstance(named_parameters, Iterable)
     listed: list[Any] = [named_parameters] if is_module else [*named_parameters]  # type: ignore[misc]  # is iterable
     for pair in listed:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
-            given = type(pair).__name__ if is_module else f"an iterable of {type(pair).__name__}"
+            kind = type(pair).__name__ if is_module else f"an iterable of {type(pair).__name__}"
             raise TypeError(
-                f"{caller} was given {given}; it takes pairs of a name and a parameter; pass model.named_parameters()"
+                f"{caller} was given {kind}; it takes pairs of a name and a parameter; pass model.named_parameters()"
             )
     return listed

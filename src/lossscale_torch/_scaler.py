@@ -1,7 +1,7 @@
 """`GradScaler`: torch's scaler with any policy, the outcome of each step, and hooks.
 
-Each fact has one owner. `ScalerState` has the loss scale, the growth tracker and the counters; the record of an
-optimizer, an `OptimizerStep`, has its flags and its stage; `policy` is the rule.
+Each fact has one owner. A `ScalerState` holds the loss scale, the growth tracker and the counters. An `OptimizerStep`,
+the record of an optimizer, holds its flags and its stage. `policy` is the rule that changes the loss scale.
 """
 
 import contextlib
@@ -22,7 +22,14 @@ from torch.optim import Optimizer
 from lossscale_core import DynamicScaling, NoScaling, PolicyLike, ScaleState, ScalingPolicy, SpikeGuard, metrics
 from lossscale_core.adapters import BAD_LOSS, describe, tree, warn_caller
 from lossscale_core.errors import CallOrderError
-from lossscale_torch._checkpoint import DEFAULTS, checked_scale, policy_of, policy_setting, restored, saved
+from lossscale_torch._checkpoint import (
+    DEFAULTS,
+    check_new_scale,
+    checkpoint_entries,
+    choose_policy,
+    policy_setting,
+    read_checkpoint,
+)
 from lossscale_torch._clip import clip, total_norm
 from lossscale_torch._gradients import (
     Gradients,
@@ -62,6 +69,7 @@ if TYPE_CHECKING:
     from lossscale_torch._extras._attempts import Attempt
 
 _MAX_LOSSES = 64
+"""The number of losses of a step that the scaler keeps, to find the cause of an overflow."""
 _IF_INTERRUPTED = " If that step was interrupted, end it by scaler.update()."
 _LEGACY_WARNING = (
     "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near future "
@@ -72,12 +80,12 @@ Losses = TypeVar("Losses", bound=Tensor | list[Any] | tuple[Any, ...] | dict[Any
 Loss = TypeVar("Loss")
 
 
-def _of_state(name: str) -> Any:
-    """Return torch's attribute of a value that the scaler's state owns."""
+def _state_property(name: str) -> Any:
+    """Return a property that reads and writes an attribute of the scaler's state under torch's name."""
     return property(operator.attrgetter(f"_state.{name}"), lambda self, value: setattr(self._state, name, value))
 
 
-class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which other code asks for
+class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this subclass of torch.amp.GradScaler, too
     """A drop-in for `torch.amp.GradScaler` that accepts any policy and reports the outcome of each step.
 
     ```python
@@ -90,43 +98,48 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         scheduler.step()
     ```
 
-    An ordinary optimizer costs one host synchronisation a step, in the clip or else in `step`, and one more after an
-    overflow; a fused one costs none.
+    An ordinary optimizer costs one host synchronisation per step, in the clip or in `step`, and a second one after an
+    overflow. A fused optimizer (`fused=True`), which unscales and checks the flag in its own kernel, costs none.
 
     Args:
-        device: The device type of the loss scale, such as `"cuda"`; its device is that of the first scaled loss.
-        init_scale: The first loss scale, between 2**-126 and 2**126; this and the next three are torch's dynamic rule.
-        growth_factor: Multiplies the loss scale after `growth_interval` finite steps in a row.
-        backoff_factor: Multiplies the loss scale after an overflow.
-        growth_interval: The number of finite steps in a row before the scale grows; with 0 it never grows, as in torch.
-        enabled: Whether the scaler does anything; if False, training runs as it would without a scaler.
-        policy: Anything that `lossscale_core.as_policy` accepts, instead of the four settings.
-        process_group: The group of ranks over which the decision is combined before a step. For parameters sharded
-            over a device mesh this is automatic.
-        norm_group: The group of ranks that hold other parameters, such as the stages of a pipeline: the norm is that of
-            all of them, and they decide together, as those of `process_group` do.
-        half_gradients: Whether to unscale float16 gradients in place, which may flush small values to zero; by default
-            they are refused.
-        guard: A `SpikeGuard`, which skips the step of an optimizer if its norm is far above its norms before; the loss
-            scale and its counters stay.
-        protect: The modules to protect: a skipped step leaves their buffers unchanged, such as BatchNorm's statistics.
-        optimizers: Optimizers whose gradients may wait over an `update`: they step at different batches, or each before
-            an update of its own, as under Accelerate and Lightning. If the scale changes, these gradients follow it.
+        device: The device type of the loss scale, such as `"cuda"`. The first scaled loss determines the device.
+        init_scale: The first loss scale, between 2**-126 and 2**126. This argument and the next three are torch's.
+        growth_factor: The factor of the loss scale after `growth_interval` finite steps in a row.
+        backoff_factor: The factor of the loss scale after an overflow.
+        growth_interval: The number of finite steps in a row before the scale grows. With 0 the scale does not grow, as
+            in torch.
+        enabled: Whether the scaler is active. If False, training runs as without a scaler.
+        policy: A value that `lossscale_core.as_policy` accepts, instead of torch's four arguments.
+        process_group: The group of ranks that decide together: if a gradient overflows on one rank, all of them skip
+            the step. Parameters that are sharded over a device mesh do not need this argument.
+        norm_group: A group of ranks with different parameters, such as the stages of a pipeline. They decide together,
+            and the gradient norm includes the parameters of all these ranks.
+        half_gradients: Whether to accept float16 gradients. Unscaling them in place may flush small values to zero; by
+            default `unscale_` raises `ValueError`.
+        guard: A `SpikeGuard`. It skips the step of an optimizer if the gradient norm is far above the earlier norms.
+            The loss scale and its counters stay.
+        protect: A module or several. A skipped step restores their buffers, such as BatchNorm's statistics.
+        optimizers: Optimizers with gradients that may wait over an `update`, because the optimizers step at different
+            batches, or each before its own `update` as under Accelerate and Lightning. If the loss scale changes, the
+            scaler multiplies these gradients to match it.
         hooks: Objects of `lossscale_torch.hooks.Hook`. Ranks that decide together must have the same hooks.
 
     Raises:
-        PolicyError: For `policy` together with torch's settings, for settings that break a rule, and for two guards.
-        TypeError: For a `device` that is not a device.
+        PolicyError: For `policy` together with torch's arguments, for a setting that breaks a rule, and for two guards.
+        TypeError: For a `device` that does not name a device.
     """
 
     last_step: StepInfo
-    """The outcome of the last `update`, for code in which a framework calls `update`; before it, a step not applied."""
+    """The outcome of the last `update`, for programs in which a framework calls `update`.
+
+    Before the first `update`, it describes a step that was not applied.
+    """
     _policy: ScalingPolicy
 
-    # torch's attributes, which other packages read and write.
+    # torch's attributes. Other packages read and write them.
     _per_optimizer_states = property(operator.attrgetter("_steps"), lambda self, records: self._use_records(records))
-    _scale, _growth_tracker = _of_state("scale"), _of_state("tracker")
-    _init_scale, _init_growth_tracker = _of_state("init_scale"), _of_state("init_tracker")
+    _scale, _growth_tracker = _state_property("scale"), _state_property("tracker")
+    _init_scale, _init_growth_tracker = _state_property("init_scale"), _state_property("init_tracker")
     _growth_factor = policy_setting("growth_factor")
     _backoff_factor = policy_setting("backoff_factor")
     _growth_interval = policy_setting("growth_interval")
@@ -149,25 +162,25 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         optimizers: Iterable[Optimizer] = (),
         hooks: Sequence[Hook] = (),
     ) -> None:
-        protects = isinstance(protect, Module) or bool(protect)  # a module may have a length of 0
+        protects = isinstance(protect, Module) or bool(protect)  # a module such as Sequential() may be falsy
         options = {"policy": policy, "guard": guard, "protect": protects, "optimizers": optimizers, "hooks": hooks}
         enabled = _can_be_enabled(device, enabled, [name for name, value in options.items() if value])
-        torchs = dict(zip(DEFAULTS, (init_scale, growth_factor, backoff_factor, growth_interval), strict=True))
+        torch_args = dict(zip(DEFAULTS, (init_scale, growth_factor, backoff_factor, growth_interval), strict=True))
         self._state = ScalerState(NoScaling().init_state())
-        with contextlib.suppress(TypeError):  # of a factor that is not a number, which the policy names
-            settings: dict[str, Any] = torchs if policy is None else {}
+        with contextlib.suppress(TypeError):  # for a factor that is not a number; `choose_policy` raises a clear error
+            settings: dict[str, Any] = torch_args if policy is None else {}
             TorchScaler.__init__(self, device, enabled=enabled, **settings)  # torch.cuda.amp's warns
-        self._policy = policy_of(policy, torchs) if enabled or policy is not None else DynamicScaling()
+        self._policy = choose_policy(policy, torch_args) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
         self._state.load(self._policy.init_state(), self._policy)
         self._waiting = Waiting(optimizers if enabled else ())
         for optimizer in self._waiting.optimizers:
             require_optimizer(optimizer, "GradScaler")
-        # True after the warning about a step without a loss, and where gradients wait or no loss is scaled.
+        # Whether a step may come without a scaled loss: if gradients wait, if `place_on` was called, after a warning.
         self._loss_is_optional = bool(self._waiting.optimizers)
-        self._needs_new_loss = False  # True if a state was loaded since a loss was scaled
+        self._needs_new_loss = False  # True between `load_state_dict` in the middle of a step and the next loss
         self._half_gradients = half_gradients
-        self._mark = uuid.uuid4().hex  # of losses that this scaler has scaled; a tensor with it can be saved
+        self._mark = uuid.uuid4().hex  # marks the losses of this scaler; a string, since a tensor with it can be saved
         self._hooks, self._guard = require_hooks(hooks, guard)
         self._needs_norm = self._guard is not None or any(hook.needs_norm for hook in self._hooks)
         self._undoing: list[Hook] = [self._waiting] if self._waiting.optimizers else []
@@ -178,12 +191,12 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         self._begin_step()
 
     def _begin_step(self) -> None:
-        """Drop what belongs to the step before."""
-        self._losses: list[Tensor | None] = []  # those of this step, for the cause of an overflow
+        """Forget the losses and the records of the last step."""
+        self._losses: list[Tensor | None] = []
         self._steps = OptimizerSteps(OptimizerStep)
 
     def _use_records(self, records: Mapping[int, dict[str, Any]]) -> None:
-        """Continue with records that another package has made."""
+        """Replace the records, as other packages do. `records` may have torch's plain dicts."""
         self._steps = OptimizerSteps(OptimizerStep)
         for key, record in records.items():
             self._steps[key] = record
@@ -193,9 +206,9 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         self._state.follow(policy)
 
     policy: ScalingPolicy = property(operator.attrgetter("_policy"), _follow)  # type: ignore[assignment]
-    """The scaling policy, frozen. Assign another one to replace it; torch's setters do so, too."""
+    """The scaling policy, which is immutable. Assign another policy to replace it, as torch's setters do."""
 
-    # A step, in the order of its calls.
+    # The methods of a step, in the order of their calls.
 
     @overload
     def scale(self, outputs: Losses) -> Losses: ...
@@ -203,15 +216,19 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
     def scale(self, outputs: Iterable[Loss]) -> Iterable[Loss]: ...
     @not_compiled
     def scale(self, outputs: Any) -> Any:
-        """Return `outputs` times the loss scale: a tensor, or a nested structure or iterable of them.
+        """Multiply one or more losses by the loss scale, and return the products.
 
-        float16 and bfloat16 losses of any shape are converted to float32. Call `backward` before the next `update`.
-        Does not synchronise.
+        Call `backward` on the result before the next `update`. After an `update` that changes the scale, or after the
+        step of a fused optimizer on a device, `backward` raises `RuntimeError`. Does not synchronise.
+
+        Args:
+            outputs: A tensor of any shape, or a nested structure or an iterable of tensors.
+
+        Returns:
+            The same structure. float16 and bfloat16 tensors become float32; other dtypes stay.
 
         Raises:
-            RuntimeError: From `backward` after an `update` that has changed the scale, or any while the state is on the
-                device; torch's own scaler raises after every update.
-            CallOrderError: This scaler has scaled the loss already.
+            CallOrderError: This scaler has already scaled the loss.
             ValueError: `outputs` is neither a tensor nor an iterable.
         """
         if not self._enabled:
@@ -228,10 +245,10 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             scaled: Any = loss * to_device(state._scale, loss.device)
             scaled._scaled_by = (*scaled_by, self._mark)
             return scaled
-        if isinstance(outputs, dict | list | tuple):  # a subclass's `scale` is called once for the whole structure
+        if isinstance(outputs, dict | list | tuple):  # not by `self.scale`: a subclass expects one call
             return tree.map_leaves(lambda leaf: GradScaler.scale(self, leaf), outputs)
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
-            return map(self.scale, outputs)  # lazily, as torch's own scaler does
+            return map(self.scale, outputs)  # an iterator, as torch's scaler returns
         raise ValueError(
             f"outputs must be a Tensor or an iterable of Tensors. It is {describe(outputs)}; pass the loss as a "
             "tensor, before .item()"
@@ -241,12 +258,12 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the loss scale, in place, and record whether they are finite.
 
-        For an optimizer without gradients nothing happens. Does not synchronise.
+        If no parameter has a gradient, the call has no effect. Does not synchronise.
 
         Raises:
-            RuntimeError: When called twice for an optimizer between two updates, or after its `step`.
+            RuntimeError: For a second call for an optimizer between two updates, and for a call after its `step`.
             ValueError: For float16 gradients without `half_gradients`.
-            TypeError: For what is not an optimizer, and for gradients in a layout such as CSR.
+            TypeError: For an argument that is not an optimizer, and for gradients in a layout such as CSR.
         """
         if not self._enabled:
             return
@@ -260,7 +277,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         flags = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
         groups = self._groups([optimizer], of_norm=True) if self._needs_norm else []
         step.has_divided, step.has_dropped = bool(flags), False
-        if groups and not flags:  # this rank takes part nevertheless
+        if groups and not flags:  # `total_norm` is a collective call, also for a rank without gradients
             flags = {scale.device: flag}
         step["found_inf_per_device"], step["stage"] = flags, UNSCALED if flags else READY
         if self._needs_norm and flags:
@@ -270,30 +287,32 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
     def unscale_and_clip_(
         self, optimizer: Optimizer | list[Any] | tuple[Any, ...], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Unscale an optimizer's gradients and clip their total norm, with one read and one multiply.
+        """Unscale the gradients of an optimizer and clip their total norm, with one read and one multiplication.
 
-        Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. The norm is that of all ranks, however the
-        parameters lie on device meshes and beside them; every rank of a mesh must make this call. It takes a second
-        read for a norm that is not finite or tiny, and where float64 does not hold the powers of all gradients. An
-        error leaves the gradients as they were, unless a subclass has replaced `unscale_`, which is then called first.
-        Synchronises with the host once for an ordinary optimizer, and once more for a second read; for a fused one on
-        a CUDA device not at all. A disabled scaler only clips.
+        Call it instead of `unscale_` and `torch.nn.utils.clip_grad_norm_`. If parameters are sharded over a device
+        mesh, the norm includes the shards of all ranks, and every rank of the mesh must make this call. If the call
+        raises an error, the gradients are unchanged, unless a subclass has overridden `unscale_`. A disabled scaler
+        only clips.
+
+        Synchronises with the host once for an ordinary optimizer, and a second time if the norm is tiny or not finite,
+        to compute it in float64. Does not synchronise for a fused optimizer on a CUDA device.
 
         Args:
-            optimizer: An optimizer, or several to clip by the norm of all their gradients together; then an overflow in
-                one of them skips all of them.
+            optimizer: An optimizer, or a list of optimizers to clip by the norm of all their gradients together. An
+                overflow in one of them then skips all their steps.
             max_norm: The largest norm after clipping, in units of the unscaled gradients.
-            norm_type: The order of the norm, above 0, infinity included.
+            norm_type: The order of the norm: above 0, `math.inf` included.
 
         Returns:
-            The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 if a gradient is. It is
-            not finite if a gradient is not, and the step will be skipped; or if the powers of finite gradients leave
-            float64, or float32 on a device without float64, and the gradients are then clipped to 0, as in torch.
+            The norm of the unscaled gradients before clipping: shape `()`, float32, or float64 if a gradient is
+            float64. If a gradient is not finite, neither is the norm, and `step` skips the step. The norm is also
+            infinite if the powers of finite gradients overflow float64 (float32 on a device without float64); the
+            gradients are then clipped to 0, as by torch.
 
         Raises:
-            PolicyError: For a `max_norm` below 0, an order that is not above 0, and what is not a number.
+            PolicyError: For a `max_norm` or a `norm_type` that is not a number, or that is out of range.
             ValueError: For an empty list.
-            TypeError: For what is not an optimizer.
+            TypeError: For an argument that is not an optimizer.
         """
         return clip(self, list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer], max_norm, norm_type)
 
@@ -301,16 +320,16 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call `optimizer.step(*args, **kwargs)` if the gradients are finite on every rank, else skip the step.
 
-        Unscales first if `unscale_` was not called. A fused optimizer is always called, with the flag, and its kernel
-        skips the step. An optimizer without gradients steps, and nothing changes. Synchronises with the host once; for
-        a fused optimizer not at all.
+        Unscales the gradients first if `unscale_` was not called. The step of a fused optimizer is always called, and
+        its kernel skips the update of the parameters if the flag is set. The step of an optimizer without gradients is
+        called, too. Synchronises with the host once; for a fused optimizer, does not synchronise.
 
         Returns:
-            The result of the optimizer; None if the step was skipped.
+            The return value of the optimizer's `step`; None if the scaler skipped it.
 
         Raises:
-            RuntimeError: For a closure, and when called twice between two updates.
-            TypeError: For what is not an optimizer.
+            RuntimeError: For a closure, and for a second call for an optimizer between two updates.
+            TypeError: For an argument that is not an optimizer.
         """
         if not self._enabled:
             step = self._steps[id(optimizer)]
@@ -325,7 +344,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         kind = kind_of(optimizer)
         self._check_gradients(step, kind)
 
-        # Decide: this rank's hooks, then all ranks together, then the guard, which sees the norm of all ranks.
+        # Decide. The guard comes last, since it needs the norm over all ranks.
         for hook in self._hooks:
             step.store_veto(hook.before_step(self, step), hook)
         if self._has_ranks():
@@ -353,57 +372,58 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         return result
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Step an ordinary optimizer unless a flag is set. Waits for the device, once in a step."""
+        """Step an ordinary optimizer if no flag is set. Waits for the flags, unless the host knows them."""
         step = optimizer_state if isinstance(optimizer_state, OptimizerStep) else OptimizerStep(optimizer_state)
         decision = self._state.decision([step], may_read=True)
         step.applied = decision is not None and not (decision[1] or decision[2])
         return optimizer.step(*args, **kwargs) if step.applied else None
 
     def _step_fused(self, optimizer: Any, step: OptimizerStep, *args: Any, **kwargs: Any) -> Any:
-        """Step a fused optimizer, with the factor and the flag as its attributes, as torch's own scaler does.
+        """Step a fused optimizer, which reads the attributes `grad_scale` and `found_inf`, as under torch's scaler.
 
-        Its kernel divides by the factor, and skips the step if the flag is 1.0. A factor that the user has set before
-        is multiplied in.
+        Its kernel divides the gradients by `grad_scale`, and skips the step if `found_inf` is 1.0. If the user has set
+        a `grad_scale` before, the kernel divides by the product.
         """
-        factor = self._scale if step["stage"] is READY else step.divisor  # that of a clip, if it left one
-        # An interrupted step leaves its flag set, and perhaps a factor, which is then not the user's.
+        factor = self._scale if step["stage"] is READY else step.divisor
+        # After an interrupted step, the optimizer still has `found_inf`; then `grad_scale` is not the user's.
         is_left_over = getattr(optimizer, "found_inf", None) is not None
         preset = None if is_left_over else getattr(optimizer, "grad_scale", None)
         if preset is not None:
             factor = preset if factor is None else factor * preset
         flag = combine(step.flags.values(), self._scale.device)
-        found: Any = torch.ne(flag, 0.0, out=torch.empty_like(flag, dtype=torch.float32))  # NaN is not 0.0, either
-        found.is_left_over = True  # marks a flag that an interrupted step has left
-        known = len(getattr(optimizer, "state", ()))
+        # The kernel skips at 1.0 only. `ne` is true for NaN, too.
+        found_inf: Any = torch.ne(flag, 0.0, out=torch.empty_like(flag, dtype=torch.float32))
+        found_inf.is_left_over = True  # for the next step, if an error interrupts this step
+        old_states = len(getattr(optimizer, "state", ()))
         try:
-            # Set first and deleted last: an interrupted step always leaves the flag. The kernel skips at 1.0 only.
-            optimizer.found_inf, optimizer.grad_scale = found, factor
+            # `found_inf` is set first and deleted last, so that an interrupted step cannot leave `grad_scale` alone.
+            optimizer.found_inf, optimizer.grad_scale = found_inf, factor
             result = optimizer.step(*args, **kwargs)
         finally:
             for name in ("grad_scale", "found_inf"):
                 if hasattr(optimizer, name):
                     delattr(optimizer, name)
-        if len(getattr(optimizer, "state", ())) > known:
-            # torch's fused SGD allocates the momentum of a first step before its kernel decides to skip, and would then
-            # use it uninitialised.
-            for state in [*optimizer.state.values()][known:]:
+        if len(getattr(optimizer, "state", ())) > old_states:
+            # torch's fused SGD allocates the momentum of its first step without initialising it. If the kernel skips
+            # that step, the momentum must be 0.
+            for state in [*optimizer.state.values()][old_states:]:
                 momentum = state.get("momentum_buffer") if isinstance(state, dict) else None
                 if momentum is not None:
-                    momentum.copy_(torch.where(to_device(found, momentum.device) == 0.0, momentum, 0.0))
+                    momentum.copy_(torch.where(to_device(found_inf, momentum.device) == 0.0, momentum, 0.0))
         return result
 
     def skip(self, optimizer: Optimizer) -> None:
-        """Skip an optimizer's step for your own reasons; call it instead of `step`.
+        """Skip the step of an optimizer for a reason of your own. Call it instead of `step`, and then call `update`.
 
-        `update` then ends the step: the record of the gradients is dropped, and `applied` is False. If `unscale_` has
-        checked the gradients, this check still moves the loss scale; otherwise the step is not counted. Ranks that
-        decide together check the gradients, and all skip the step, which counts if one of them overflowed; after a clip
-        by the norm of all of them, each rank must call this. Does not synchronise. Raises `RuntimeError` after `step`.
+        The outcome of the update is not applied. If the gradients were unscaled, an overflow in them still changes the
+        loss scale; otherwise the update does not count the step. If ranks decide together, all of them skip the step
+        when one of them calls `skip`; after `unscale_and_clip_`, every rank must call it. Does not synchronise. Raises
+        `RuntimeError` after `step`.
         """
         step = self._open(optimizer, "skip")
-        if step.is_done or (not self._enabled and step.applied):  # a disabled scaler takes every step
+        if step.is_done or (not self._enabled and step.applied):  # the optimizer has stepped already
             return
-        if self._enabled and self._groups([optimizer]):  # this rank makes the calls of those that step
+        if self._enabled and self._groups([optimizer]):  # make the same collective calls as the ranks that step
             if self._state.scale is None:
                 self._place_beside(optimizer)
             self._check_gradients(step, kind_of(optimizer))
@@ -416,24 +436,23 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
     def update(self, new_scale: float | Tensor | None = None) -> StepInfo:  # type: ignore[override]  # torch's says None
         """Update the loss scale after the steps since the last update, and return their outcome.
 
-        From the first step of a fused optimizer on a device on, the fields of the result stay there until they are
-        read, so that this does not synchronise. With an ordinary optimizer it waits at most once, after an overflow, to
-        read the losses.
+        Does not synchronise after the step of a fused optimizer on a device: the fields of the result stay on the
+        device until you read them. With an ordinary optimizer, synchronises only after an overflow, to read the losses.
 
         Args:
-            new_scale: Set the loss scale to this instead: a positive number, or a float32 tensor of one element. One
-                beyond the policy's bounds is moved to them, with a warning if the host knows it. A tensor on a device
-                is not read; if it is NaN or not positive, the scale stays as it is.
+            new_scale: A new loss scale, instead of the update by the policy: a positive number, or a float32 tensor of
+                one element. A value beyond the policy's bounds becomes the nearest bound, with a warning if the host
+                knows the value. A tensor on a device is not read; if it is NaN or not positive, the scale stays.
 
         Returns:
-            A `StepInfo`: `applied` is True if every optimizer's step was applied; `applied_of(optimizer)` says it for
-            one optimizer.
+            A `StepInfo`. `applied` is True if the steps of all optimizers were applied; `applied_of(optimizer)` is the
+            outcome for one optimizer.
 
         Raises:
-            AssertionError: If no flag was recorded since the last update, if no loss was scaled yet, and for a
-                `new_scale` that is not a positive number.
-            OverflowStreakError: When the policy's `max_overflow_streak` or the guard's `max_streak` is reached and this
-                is known on the host.
+            AssertionError: If no optimizer was unscaled, stepped or skipped since the last update, if no loss was
+                scaled yet, and for a `new_scale` that is not a positive number.
+            OverflowStreakError: If the host knows that the streak has reached the policy's `max_overflow_streak` or the
+                guard's `max_streak`.
         """
         if not self._enabled:
             return self._update_disabled()
@@ -445,14 +464,14 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         if state.scale is None and (new_scale is not None or not has_record):
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            new_scale = checked_scale(new_scale, self._device, self.policy)
+            new_scale = check_new_scale(new_scale, self._device, self.policy)
         elif not has_record:
             raise AssertionError("No inf checks were recorded prior to update.")
         info = None
         try:
-            # Let the policy move the scale by the flags. While a graph is captured, its flags are not read.
+            # Update the scale by the flags. Do not read flags that a graph is capturing.
             decision = None
-            if may_read or not is_capturing() or not any(step.flags or step.may_have_moved for step in steps):
+            if may_read or not is_capturing() or not any(step.flags or step.may_have_stepped for step in steps):
                 decision = state.decision(steps, may_read)
             had_gradients = bool(flags_of(steps, vetoes=False)) if decision is None else decision[0]
             outcome = state.advance(self._policy, steps, decision, had_gradients and new_scale is None)
@@ -460,7 +479,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             if new_scale is not None:
                 after = state.change_scale(new_scale, self.policy)
 
-            # Say for each optimizer, and for all of them, whether its step was applied.
+            # Find out for each optimizer whether its step was applied.
             by_optimizer: dict[int, bool | Tensor] = {}
             for key, step in records.items():
                 if step["stage"] is READY:
@@ -478,7 +497,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         return info
 
     def attempts(self, *modules: Module, retries: int = 8, raise_at_end: bool = False) -> "Iterator[Attempt]":
-        """Return a loop around a step that takes it again, at the lower loss scale, while its gradients overflow.
+        """Return a loop that repeats a step at the lower loss scale while its gradients overflow.
 
         ```python
         for attempt in scaler.attempts(model, retries=8):
@@ -490,27 +509,32 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             scheduler.step()
         ```
 
-        The body is a whole step with all its micro-batches and one `update`; what follows an applied step stands after
-        the loop. Before another try the buffers of the modules, the random states of Python, NumPy, the CPU and all
-        used devices are what they were, and the gradients of the optimizers that were stepped are None; those of
-        `optimizers=` are what they were before the first try, at the present scale. A parameter has not moved, since a
-        skipped step changes nothing. Python attributes and generators of your own are not put back.
+        The body is a whole step: all its micro-batches and one `update`. Code for applied steps, such as a schedule,
+        stands after the loop. Before another try, the loop restores the buffers of `modules` and the random states of
+        Python, NumPy, the CPU and all devices in use. It sets the gradients of the optimizers that took part to None.
+        It restores the gradients of `optimizers=`, multiplied to match the current scale. It does not restore Python
+        attributes and generators of your own. Parameters need no restoring, since a skipped step does not change them.
 
-        The loop ends when a step was applied, or skipped for another reason than an overflow; if the loss is NaN or
-        infinite (with several ranks only with `process_group=` or sharded parameters, since each must take the same
-        tries); and if the policy does not adapt. If retries are used up, or at the smallest scale, it warns, and the
-        loss scale is that after the first try. Leaving the body before `update` drops the step. Pass `process_group=`
-        where ranks hold different parameters. Synchronises once a try after a fused optimizer.
+        The loop ends
+        - if the step was applied, or skipped for another reason than an overflow,
+        - if the loss is NaN or infinite (with several ranks only if they decide together, by `process_group=` or
+          sharded parameters, since all ranks must take the same tries),
+        - if the policy does not adapt the scale, or if the scale is at its minimum, and after `retries` retries. If the
+          step still overflows, the loop warns, and the loss scale becomes the scale after the first try.
+
+        If the program leaves the body before `update`, the step is dropped. If ranks hold different parameters, pass
+        `process_group=`. Synchronises once per try after the step of a fused optimizer.
 
         Args:
-            modules: The buffers of these modules are put back, such as BatchNorm's statistics.
-            retries: How often a step is taken again.
-            raise_at_end: Whether used-up retries raise `RetriesExhaustedError`.
+            modules: The modules with buffers to restore, such as BatchNorm's statistics.
+            retries: The largest number of repetitions.
+            raise_at_end: Whether to raise `RetriesExhaustedError` instead of warning if all tries overflowed.
 
         Raises:
-            CallOrderError: For a body that ends no step, or several, and for a loop within another of the same scaler.
+            CallOrderError: For a body that does not call `update` once, and for a loop within another loop of the same
+                scaler.
             PolicyError: For `retries` that is not a whole number from 0.
-            TypeError: For what is not a module.
+            TypeError: For an argument that is not a module.
         """
         from lossscale_torch._extras._attempts import attempts
 
@@ -519,30 +543,30 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
     def optimizer_steps(self) -> list[OptimizerStep]:
         """Return the records of the optimizers since the last update, in the order of their first calls.
 
-        A hook reads here what is known of the other optimizers: their `optimizer` and their `flags`.
+        A hook can read the attributes `optimizer` and `flags` of the records.
         """
         return list(self._steps.values())
 
     # Parts of a step.
 
     def _note_loss(self, loss: Tensor) -> None:
-        """Keep a loss that was scaled in this step, for the cause of an overflow, and note dropped gradients."""
+        """Store a loss of this step, and update the records for the gradients that its backward pass will add."""
         self._needs_new_loss, is_captured = False, is_capturing()
-        self._loss_is_optional = self._loss_is_optional or is_captured  # later steps may follow a replay
+        self._loss_is_optional = self._loss_is_optional or is_captured  # a replay scales losses without this call
         if len(self._losses) < _MAX_LOSSES:
-            kept = None
+            value = None
             if not (is_captured or is_dtensor(loss) or _are_functorch_transforms_active()):
                 # A view would keep the memory of its base.
-                kept = loss.detach().clone() if loss._is_view() else loss.detach()
-            self._losses.append(kept)
+                value = loss.detach().clone() if loss._is_view() else loss.detach()
+            self._losses.append(value)
         for step in self._steps.values():
             if step["stage"] is STEPPED:
-                step.has_divided = False  # other gradients follow
+                step.has_divided = False  # the new gradients will be scaled
             elif step.has_divided and not has_gradients(step.optimizer):
                 step.has_divided, step.has_dropped = False, True
 
     def _open(self, optimizer: Optimizer, caller: str) -> OptimizerStep:
-        """Return the record of an optimizer; raise torch's errors if it was unscaled or stepped before."""
+        """Return the record of an optimizer, or make it. Raises torch's errors for a call in the wrong order."""
         if not hasattr(optimizer, "param_groups"):
             require_optimizer(optimizer, caller)
         step = self._steps.get(id(optimizer))
@@ -559,15 +583,15 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             self._require_loss(optimizer, caller)
         if getattr(optimizer, "_lossscale", self) is not self:
             raise CallOrderError(
-                f"{caller}() was given a {type(optimizer).__name__}, whose step knows no loss scale; use either the "
-                "scaler or guarded(), which both skip bad steps"
+                f"{caller}() was given a {type(optimizer).__name__}, which does not use a loss scale; use either the "
+                "scaler or guarded(), since both skip bad steps"
             )
         if step["stage"] is not READY:
             self._require_open(step, caller)
         return step
 
     def _require_loss(self, optimizer: Optimizer, caller: str) -> None:
-        """Raise torch's error before the first loss, and later warn, unless the optimizer has no gradients."""
+        """Raise or warn if no loss was scaled since the last update. An optimizer without gradients may step."""
         if not has_gradients(optimizer):
             self._place_beside(optimizer)
         elif self._state.scale is None:
@@ -586,15 +610,16 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             )
 
     def _require_open(self, step: OptimizerStep, caller: str) -> None:
-        """Raise an error if an optimizer cannot be unscaled or stepped any more."""
+        """Raise an error if the stage of a record does not allow this call."""
         unscales = caller.startswith("unscale_")
         if step["stage"] is UNSCALED and unscales:
             called = "unscale_() has already been called on this optimizer since the last update()."
             raise RuntimeError(f"{called}{_IF_INTERRUPTED}")
         if step.has_dropped and has_gradients(step.optimizer):
             raise CallOrderError(
-                f"{caller}() was given gradients that are still scaled: those that unscale_() divided were dropped, "
-                "and another loss was scaled since; end the first step by scaler.skip(optimizer) and scaler.update()"
+                f"{caller}() was given gradients that are still scaled: the program dropped the gradients that "
+                "unscale_() had divided, and scaled another loss; end the first step by scaler.skip(optimizer) and "
+                "scaler.update()"
             )
         if step["stage"] is STEPPED:
             stepped = "step() has already been called since the last update()."
@@ -605,10 +630,10 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = False
     ) -> dict[torch.device, Tensor]:
         gradients = Gradients([optimizer], allow_fp16)
-        return gradients.check_and_multiply_(inv_scale, found_inf, is_one=inv_scale is self._state.one)
+        return gradients.check_and_multiply_(inv_scale, found_inf, is_one=inv_scale is self._state.unit)
 
     def _check_gradients(self, step: OptimizerStep, kind: Kind) -> None:
-        """Check gradients that are still scaled; the kernel of a fused optimizer divides them itself."""
+        """Unscale and check the gradients, unless this was done. For a fused optimizer, only check them."""
         if step["stage"] is not READY or (kind is LEGACY and not self._has_ranks()):
             return
         if kind is not FUSED or self._needs_norm:
@@ -619,29 +644,29 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             self._check_inf_per_device(step.optimizer)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
-        """Check gradients that a kernel will divide."""
+        """Check the gradients of an optimizer without unscaling them, and return the flags by device."""
         if self._state.scale is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
-        flags = self._unscale_grads_(optimizer, self._state.one, torch.zeros_like(self._state.one), True)
+        flags = self._unscale_grads_(optimizer, self._state.unit, torch.zeros_like(self._state.unit), True)
         self._steps[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
     def _unscales_as_torch(self) -> bool:
-        """Return whether no subclass and no assignment to this scaler has replaced the way to unscale."""
+        """Return whether neither a subclass nor an assignment has replaced `unscale_` or `_unscale_grads_`."""
         unscale, multiply = getattr(self.unscale_, "__func__", None), getattr(self._unscale_grads_, "__func__", None)
         return unscale is GradScaler.unscale_ and multiply is GradScaler._unscale_grads_
 
     def _has_ranks(self) -> bool:
-        """Return whether several ranks may decide together."""
+        """Return whether ranks may decide together. False is certain; True may also mean one rank."""
         ranks = self._ranks
         return ranks.process_group is not None or ranks.norm_group is not None or has_meshes()
 
     def _groups(self, optimizers: Sequence[Optimizer], *, of_norm: bool = False) -> "list[ProcessGroup]":
-        """Return the groups of ranks that decide together about optimizers, or that have a norm together."""
+        """Return the groups over which ranks combine the flags, or the norm, of optimizers."""
         return self._ranks.groups(optimizers, of_norm=of_norm) if self._has_ranks() else []
 
     def _applied_by_flags(self, step: OptimizerStep, applied_by_all: bool | Tensor) -> bool | Tensor:
-        """Return whether a kernel or a subclass has stepped an optimizer; it decides by the flags."""
+        """Return whether the step of an optimizer was applied, if its kernel or a subclass decided by the flags."""
         decision = None if is_capturing() else self._state.decision([step], may_read=False)
         if decision is not None:
             return not (decision[1] or decision[2])
@@ -650,10 +675,10 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         return step.is_allowed(self._scale.device)
 
     def _update_disabled(self) -> StepInfo:
-        """Return the outcome of a step that only `skip`, or a guarded optimizer by itself, can have left out."""
+        """Return the outcome of a step of a disabled scaler. Only `skip` and guarded optimizers skip such a step."""
         applied: dict[int, bool | Tensor] = {}
         for key, step in self._steps.items():
-            last = getattr(step.optimizer, "last_step", None)  # of a guarded optimizer
+            last = getattr(step.optimizer, "last_step", None)  # a `StepInfo` if the optimizer is guarded
             applied[key] = bool(step.applied) and (last.applied if isinstance(last, StepInfo) else True)
         all_applied = functools.reduce(operator.and_, applied.values(), True)
         self.last_step = StepInfo(all_applied, 1.0, 1.0, 0, by_optimizer=applied)
@@ -661,7 +686,10 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         return self.last_step
 
     def _end_step(self, info: StepInfo | None) -> None:
-        """End a step, of which nothing is known if `info` is None: undo, log, drop it, and raise the first error."""
+        """Call all hooks at the end of a step, and begin the next step. Then raise the first error of a hook.
+
+        `info` is the outcome of the step, or None if the step was abandoned.
+        """
         errors = []
         try:
             ranks = self._ranks if self._has_ranks() else None
@@ -679,22 +707,23 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             raise errors[0]
 
     def _abandon(self) -> None:
-        """End a step that was left before its `update`, if there is one; hooks undo what they can."""
+        """End a step that the program has left before its `update`. Without such a step, do nothing."""
         if self._steps or self._losses:
             self._end_step(None)
 
     def _are_losses_finite(self) -> bool:
-        """Return whether the losses that were scaled in this step are finite. Synchronises with the host, once."""
+        """Return whether the losses of this step are finite. Synchronises with the host once."""
         flags = [torch.isfinite(loss).all() for loss in self._losses if loss is not None]
         return all(read_numbers(flags, self._scale.device)) if flags else True
 
     # Between steps.
 
     def place_on(self, device: torch.device | str) -> None:
-        """Put the loss scale on a device without scaling a loss; otherwise the first `scale` does this.
+        """Make the tensor of the loss scale on a device before a loss is scaled.
 
-        Call it where `scale` is never called: in a stage of a pipeline that receives its gradients from the last stage,
-        or in a loop that multiplies its loss by `get_scale()` itself. The scaler then warns of no unscaled loss.
+        Call it if the program does not call `scale`: in a stage of a pipeline that receives its gradients from another
+        stage, or in a loop that multiplies the loss by `get_scale()`. The scaler then does not warn of steps without a
+        scaled loss.
         """
         self._loss_is_optional = True
         if self._enabled and self._scale is None:
@@ -702,7 +731,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
 
     @not_compiled
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        """Make the scale on a device; later calls, as Accelerate's, do nothing."""
+        """Make the tensor of the loss scale, unless it exists. Packages such as Accelerate call this method again."""
         if self._state.scale is None:
             self._state.place(dev)
 
@@ -711,32 +740,35 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
 
     @property
     def attach(self) -> "Attach":
-        """A function of `x` and `aux_loss` that returns `x`; its backward pass adds the scaled gradients of `aux_loss`.
+        """A function that attaches an auxiliary loss, such as a router loss, to an activation of the model.
 
-        Use it for a loss that a layer computes inside the model, such as a router loss. The gradients are those of
-        `scale(loss + aux_loss.sum())`. The loss scale is read when the backward pass runs. `attach` does not divide by
-        the number of tokens, ranks or micro-batches: weight `aux_loss` as you weight the main loss. A layer needs no
-        scaler: give it `attach=scaler.attach`; a copy of the layer shares the scaler. Does not synchronise; can be
-        compiled, after `place_on` also with `fullgraph=True`.
+        `attach(x, aux_loss)` returns `x`, and its backward pass adds the gradients of `aux_loss.sum()` times the loss
+        scale. The total gradients are the gradients of `scale(loss + aux_loss.sum())`. Pass `attach=scaler.attach` to
+        the layer that computes the loss; a copy of the layer shares the scaler.
 
-        If the result is discarded or detached, the loss has no effect. The backward pass warns if this scaler has
-        scaled no loss in this step, since the main loss may then have another scale; not in compiled code, in a
-        replayed graph and if the scaler is disabled. Two backward passes through the result count the loss twice, and
-        `torch.autograd.grad` for a penalty counts it, too. The result cannot be changed in place.
+        - `x` is a floating-point tensor of any shape and dtype on the path from the parameters to the main loss. The
+          result has the same values, shape and dtype, and cannot be changed in place.
+        - `aux_loss` is a floating-point tensor of any shape. Weight it as you weight the main loss, since `attach` does
+          not divide by the number of tokens, ranks or micro-batches. Compute it in float32: float16 gradients are
+          infinite at a scale of 2**16 or more. Its sum is computed in float32 or float64.
+        - Other arguments raise `TypeError`.
 
-        `x` is a tensor of floats through which the main loss flows, of any shape and dtype; it comes back with the same
-        values, shape and dtype. `aux_loss` is a tensor of floats of any shape, and means its sum. float16 and bfloat16
-        are converted to float32 before the sum. Its gradient in float16 is infinite from a scale of 2**16 on, as that
-        of a main loss is; compute it in float32. What is not a tensor of floats is a `TypeError`.
+        The backward pass reads the loss scale when it runs. Each backward pass through the result counts the loss, so
+        that two passes count it twice, and so does `torch.autograd.grad` for a penalty. If the result is discarded or
+        detached, the loss has no effect. The backward pass warns if this scaler has not scaled a loss in this step,
+        since the main loss may then have another scale. Compiled code, replayed graphs and disabled scalers do not
+        warn.
+
+        Does not synchronise. Can be compiled; with `fullgraph=True`, call `place_on` before.
         """
         from lossscale_torch._extras._attach import Attach
 
         return Attach(self)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the state's numbers under stable names; see `lossscale_core.metrics`.
+        """Return the numbers of the state by stable names; see `lossscale_core.metrics`.
 
-        They are plain Python numbers if known on the host, else tensors of shape `()`. Does not synchronise.
+        The values are Python numbers if the host knows them, else tensors of shape `()`. Does not synchronise.
         """
         guard = self._guard.first() if self._guard is not None else None
         return metrics(self._state.copies() if self._enabled else NoScaling().init_state(), guard=guard)
@@ -753,66 +785,66 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
         return answer + "".join(f" The last update {FAULTS[event]}." for event in self._watch.faults)
 
     def check_sync(self) -> None:
-        """Raise `SyncError` with the ranks that have another state than rank 0; every rank of the group must call it.
+        """Raise `SyncError` if the state of a rank differs from rank 0's. The error names these ranks.
 
-        The ranks are those of `process_group`, or all; the entries of hooks are a part of the state. Call it once after
-        loading: a rank with another loss scale would take other steps. `SyncError` is also raised for a rank that is
-        not in `process_group`. Synchronises with the host.
+        The state includes the entries of hooks. Every rank of `process_group`, or without it every rank, must make this
+        call. Call it once after loading: a rank with another loss scale would skip other steps. A rank that is not in
+        `process_group` gets a `SyncError`, too. Synchronises with the host.
         """
         self._ranks.require_same(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state as plain values: torch's five keys and those of `state_to_dict`.
+        """Return the state of the scaler as plain values: torch's five keys and the keys of `state_to_dict`.
 
-        Loads into torch's own scaler and, through `lossscale_core.state_from_dict`, into every other framework. Under a
-        policy of your own torch's keys are left out, since its scaler would continue by another rule. Empty when
-        disabled. Synchronises with the host.
+        Torch's scaler can load the dict, and every other framework can, by `lossscale_core.state_from_dict`. With a
+        policy class of your own, the dict does not have torch's keys, since torch's scaler has no such rule. The dict
+        of a disabled scaler is empty. Synchronises with the host.
         """
         if not self._enabled:
             return {}
         state = self._state.on_host()
         self._watch.log(self.policy, state)
-        entries = saved(self.policy, state)
-        for hook in self._saved_hooks():
+        entries = checkpoint_entries(self.policy, state)
+        for hook in self._stateful_hooks():
             entries.update(hook.state_dict())
         return entries
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`: this scaler's, torch's own (its five keys suffice), or another framework's state.
+        """Continue from a state dict of this class, of torch's scaler, or of another framework.
 
-        A scaler without `policy=` takes over the checkpoint's factors and interval, as torch does. A scaler with
-        `policy=` keeps its policy, and a `CheckpointWarning` names each difference. A state on a device is written in
-        place, so that a recorded graph continues from it. A step that has begun is dropped: the next `scale` begins
-        another one, and `step` raises `CallOrderError` before it.
+        A scaler without `policy=` adopts the factors and the interval of the checkpoint, as torch's scaler does. A
+        scaler with `policy=` keeps its policy, and a `CheckpointWarning` names each difference. A state on a device is
+        changed in place, so that captured graphs use it. A step that has begun is dropped: scale another loss before
+        the next `step`, which otherwise raises `CallOrderError`.
 
         Raises:
-            RuntimeError: torch's, for an empty dict.
-            CheckpointError: For a dict of something else, which is torch's `KeyError`, too, for a newer version, and
-                for a value that no state can hold.
+            RuntimeError: For an empty dict, as torch's scaler raises it.
+            CheckpointError: For a dict that is not a checkpoint of a scaler (the error is then a `KeyError`, too, as
+                torch's is), for a newer version, and for a value that a state cannot hold.
         """
         if not self._enabled:
             return
-        policy, state = restored(state_dict, self.policy, self._follows_checkpoint)
-        # Captured losses are None: each replay scales them again.
+        policy, state = read_checkpoint(state_dict, self.policy, self._follows_checkpoint)
+        # A loss of a captured graph is None here, and each replay scales it again.
         self._needs_new_loss |= bool(self._losses) and self._losses[-1] is not None
         self._abandon()
-        with self._loading(state_dict, self._saved_hooks()):
+        with self._loading(state_dict, self._stateful_hooks()):
             self._load(state, policy)
             self.policy = policy
 
     def _load(self, state: ScaleState, policy: ScalingPolicy) -> None:
-        """Continue from a state; the gradients that wait follow its scale."""
+        """Continue from a state, and multiply waiting gradients to match its scale."""
         before = self.get_scale() if self._waiting.optimizers and self._scale is not None else None
         self._state.load(state, policy)
         if before is not None:
             self._waiting.rescale(self, state[0].item() / before)
 
-    def _saved_hooks(self) -> list[Hook]:
+    def _stateful_hooks(self) -> list[Hook]:
         return [*self._hooks, *([self._guard] if self._guard is not None else []), self._watch]
 
     @contextlib.contextmanager
     def _loading(self, state_dict: Mapping[str, Any], hooks: Iterable[Hook]) -> Iterator[None]:
-        """Load hooks; take that back if this, or what is done within the context, raises an error."""
+        """Load the entries of hooks. If this or the body of the context raises an error, load the old entries again."""
         loaded: list[tuple[Hook, dict[str, Any]]] = []
         try:
             for hook in hooks:
@@ -826,32 +858,34 @@ class GradScaler(torch.cuda.amp.GradScaler):  # a subclass of torch.amp's, which
             raise
 
     def __repr__(self) -> str:
-        known = None if self._state.is_on_device() else self._state.scale_on_host()
-        scale = f"on {self._scale.device}" if known is None else known
+        number = None if self._state.is_on_device() else self._state.scale_on_host()
+        scale = f"on {self._scale.device}" if number is None else number
         return f"GradScaler(policy={self.policy!r}, loss_scale={scale}, enabled={self._enabled})"
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # raises within a step
+        state: dict[str, Any] = super().__getstate__()  # raises between `step` and `update`
         for name in ("_scale", "_growth_tracker", "_init_scale", "_init_growth_tracker"):
             state.pop(name, None)
         names = ("_state", "_hooks", "_guard", "_undoing", "_waiting", "_watch", "_ranks")
         if self._undoing:
             warn_caller(
                 "a copy or a pickle of a scaler protects no modules and rescales no gradients; make a scaler with "
-                "protect= or optimizers=, and pass it the state_dict() of this one"
+                "protect= or optimizers=, and load the state_dict() of this scaler into it"
             )
         own = copy.deepcopy({name: getattr(self, name) for name in names})
         return {**state, **own, "_mark": uuid.uuid4().hex, "_steps": OptimizerSteps(OptimizerStep), "_losses": []}
 
 
 def _can_be_enabled(device: Any, enabled: bool, options: list[str]) -> bool:
-    """Return whether a scaler for a device type is enabled; without CUDA torch disables one, and says what is off."""
+    """Return `enabled`; or warn and return False if CUDA is missing. The warning names `options`, the arguments."""
     if not isinstance(device, str | torch.device):
-        meant = f"init_scale={device!r}" if isinstance(device, int | float) else "policy=..."
-        raise TypeError(f"device={device!r} must name a device type, such as 'cuda'; write GradScaler('cuda', {meant})")
+        argument = f"init_scale={device!r}" if isinstance(device, int | float) else "policy=..."
+        raise TypeError(
+            f"device={device!r} must name a device type, such as 'cuda'; write GradScaler('cuda', {argument})"
+        )
     if enabled and str(device) == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
-        turned_off = ", ".join(f"{name}=" for name in options)
-        hint = f"  This turns {turned_off} off, too; pass the device that computes, as in GradScaler('cpu')"
+        unused = ", ".join(f"{name}=" for name in options)
+        hint = f"  This turns {unused} off, too; pass the device that computes, as in GradScaler('cpu')"
         warn_caller(
             f"torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.{hint if options else ''}"
         )

@@ -1,4 +1,4 @@
-"""Snapshots that are put back when a step is skipped or computed again: buffers of modules, and random states."""
+"""Copies of the buffers of modules and of random states, from which a skipped or repeated step restores them."""
 
 import math
 import operator
@@ -18,41 +18,42 @@ _SHAPE = operator.attrgetter("shape")
 
 
 class Buffers:
-    """Copies of the buffers under a module that can be written. Copying and putting back do not synchronise."""
+    """Copies of the writable buffers of a module and its submodules. No method synchronises with the host."""
 
     @torch.no_grad()
     def __init__(self, root: Module) -> None:
         self._absent: list[tuple[Module, str]] = []
-        """The buffers that are None, as those that a first forward pass makes."""
+        """The buffers that are None, such as buffers that the first forward pass creates."""
         by_kind: dict[Any, list[tuple[Module, str, Tensor]]] = {}
         for module in _modules(root):
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     self._absent.append((module, name))
                 elif _can_be_written(buffer):
-                    # Plain tensors of one device and dtype are joined; others, as those on a mesh, are copied alone.
+                    # Plain tensors of one device and dtype are joined. Other types, such as DTensor, are copied alone.
                     kind = (buffer.device, buffer.dtype) if type(buffer) is Tensor else id(buffer)
                     by_kind.setdefault(kind, []).append((module, name, buffer))
-        self._saved = [_Saved(entries) for entries in by_kind.values()]
+        self._groups = [_BufferGroup(entries) for entries in by_kind.values()]
 
     @torch.no_grad()
-    def put_back(self, is_applied: bool | Tensor = False, *, with_caches: bool = True) -> None:
-        """Make the buffers what they were, by their names, unless the flag, a bool or a bool tensor, is true.
+    def restore(self, is_applied: bool | Tensor = False, *, with_caches: bool = True) -> None:
+        """Give the buffers their earlier values and tensors, unless `is_applied`, a bool or a bool tensor, is true.
 
-        A new tensor that is not saved, or has another shape, is a cache; without caches it stays.
+        A buffer that holds a new tensor is a cache if its shape, dtype or device has changed, or if the module does not
+        save it in its state dict. Caches are restored only `with_caches`.
         """
         if is_applied is True:
             return
-        for saved in self._saved:
-            saved.put_back(is_applied, with_caches)
+        for group in self._groups:
+            group.restore(is_applied, with_caches)
         if is_applied is False:
-            for module, name in self._absent:  # made by the first forward pass
+            for module, name in self._absent:  # the first forward pass may have created a tensor
                 if name not in module._non_persistent_buffers_set:
                     module._buffers[name] = None
 
 
-class _Saved:
-    """Copies of plain buffers of one device and dtype, one after another in memory, or of one other buffer."""
+class _BufferGroup:
+    """Copies of the plain buffers of one device and dtype, joined into one tensor, or of one buffer of another type."""
 
     def __init__(self, entries: list[tuple[Module, str, Tensor]]) -> None:
         self.entries, buffers = entries, [buffer for *_, buffer in entries]
@@ -60,7 +61,7 @@ class _Saved:
         self.joined = _join(buffers) if type(buffers[0]) is Tensor else None
         self.copies = [] if self.joined is not None else [buffer.clone() for buffer in buffers]
 
-    def put_back(self, is_applied: bool | Tensor, with_caches: bool) -> None:
+    def restore(self, is_applied: bool | Tensor, with_caches: bool) -> None:
         """Write the copies into the buffers, unless the flag is true."""
         copies = self.copies if self.joined is None else _split(self.joined, self.shapes)
         changed = []
@@ -68,7 +69,7 @@ class _Saved:
             now: Any = buffer if with_caches else module._buffers.get(name)  # scripted modules have no get
             if now is not buffer and _is_cache(module, name, now, buffer):
                 continue
-            is_resized = now is buffer and now.shape != before.shape  # as torch.ao's observers do at first
+            is_resized = now is buffer and now.shape != before.shape  # an observer of torch.ao resizes its buffers
             if isinstance(is_applied, Tensor):
                 if not is_resized:
                     changed.append((now, before))
@@ -76,31 +77,31 @@ class _Saved:
             module._buffers[name] = buffer
             if is_resized:
                 buffer.data = torch.empty_like(before)
-            buffer.data.copy_(before)  # not counted as a change, as BatchNorm's own writes are not
+            buffer.data.copy_(before)  # through `data`, so that autograd does not count a new version
         if isinstance(is_applied, Tensor) and changed:
             buffers, befores = zip(*changed, strict=True)
-            is_there = to_device(is_applied, buffers[0].device)
+            flag = to_device(is_applied, buffers[0].device)
             if self.joined is None:
-                buffers[0].data.copy_(torch.where(is_there, buffers[0], befores[0]))
-            else:  # one select for all
-                chosen = torch.where(is_there, _join(buffers), _join(befores))
+                buffers[0].data.copy_(torch.where(flag, buffers[0], befores[0]))
+            else:  # one kernel for all buffers
+                chosen = torch.where(flag, _join(buffers), _join(befores))
                 torch._foreach_copy_([buffer.data for buffer in buffers], _split(chosen, [*map(_SHAPE, buffers)]))
 
 
 def _modules(root: Module) -> Iterator[Module]:
-    """Yield each module once, as `root.modules()` does in three times the time."""
-    waiting: list[Module | None] = [root]
-    seen: set[Module | None] = {None}
-    while waiting:
-        module = waiting.pop()
-        if module is not None and module not in seen:
-            seen.add(module)
+    """Yield each module once. `root.modules()` does the same, but takes three times as long."""
+    stack: list[Module | None] = [root]
+    visited: set[Module | None] = {None}
+    while stack:
+        module = stack.pop()
+        if module is not None and module not in visited:
+            visited.add(module)
             yield module
-            waiting += module._modules.values()
+            stack += module._modules.values()
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors one after another, in new memory."""
+    """Return a new vector with the elements of all tensors."""
     if all([tensor.dim() == 0 for tensor in tensors]):  # noqa: C419  # a generator takes twice as long
         return torch.stack([*tensors])
     return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
@@ -112,18 +113,18 @@ def _split(joined: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def random_states() -> Callable[[], None]:
-    """Return a function that puts the random states of Python, NumPy, the CPU and all used devices back."""
-    python, numpys, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Return a function that restores the present random states of Python, NumPy, the CPU and all devices in use."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = [(module, index, module.get_rng_state(index)) for module, index in _used_devices()]
 
-    def put_back() -> None:
+    def restore() -> None:
         random.setstate(python)
-        np.random.set_state(numpys)
+        np.random.set_state(numpy)
         torch.set_rng_state(cpu)
         for module, index, state in devices:
             module.set_rng_state(state, index)
 
-    return put_back
+    return restore
 
 
 def _used_devices() -> Iterable[tuple[Any, int]]:
@@ -137,7 +138,7 @@ def _used_devices() -> Iterable[tuple[Any, int]]:
 def _can_be_written(buffer: Tensor) -> bool:
     if is_lazy(buffer) or buffer.layout is not torch.strided or buffer.is_inference() or buffer.is_quantized:
         return False
-    return buffer.is_contiguous() or torch._debug_has_internal_overlap(buffer) != 1  # an expanded tensor repeats itself
+    return buffer.is_contiguous() or torch._debug_has_internal_overlap(buffer) != 1  # 1: an expanded tensor
 
 
 def _is_cache(module: Module, name: str, now: Tensor | None, buffer: Tensor) -> bool:

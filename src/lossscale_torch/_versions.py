@@ -1,6 +1,6 @@
-"""Replacements for what older versions of PyTorch lack, each with the version that made it unnecessary.
+"""Replacements for features that older versions of PyTorch lack. A comment names the first version with the feature.
 
-pyproject.toml declares the oldest version that works. When it reaches the version of a replacement, remove that.
+pyproject.toml declares the oldest supported version. When this version has the feature, remove the replacement.
 """
 
 import functools
@@ -16,9 +16,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def not_compiled(function: _Function) -> _Function:
     """Keep Dynamo from tracing a function and its callees, as `torch.compiler.disable` does.
 
-    The function is marked and not wrapped: a wrapper that turns Dynamo off and on again takes longer at each call than
-    a scaler's `scale`, even without Dynamo. There are no public names for the marks, and `torch.compiler.disable` takes
-    seconds to import.
+    This decorator marks the function and does not wrap it. A wrapper that turns Dynamo off and on again takes longer
+    than a call of `GradScaler.scale`, even if Dynamo is not used. torch has no public names for these marks, and
+    `torch.compiler.disable` takes seconds to import.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -26,13 +26,13 @@ def not_compiled(function: _Function) -> _Function:
         return _not_compiled_before_2_7(function)
     marked: Any = function
     marked._torchdynamo_disable = True  # a compiled caller breaks its graph here
-    # Skip the function, and skip what it calls.
+    # The first action is for the function, the second for the functions that it calls.
     set_code_exec_strategy(marked.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 
 
 def _not_compiled_before_2_7(function: _Function) -> _Function:
-    """Return a wrapper that turns Dynamo off once it is imported: torch before 2.7 can skip single functions only."""
+    """Return a wrapper that turns Dynamo off if it is imported; torch before 2.7 cannot mark the callees."""
     from torch._C._dynamo.eval_frame import skip_code  # type: ignore[attr-defined]
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""`Watch`: the log of a run, warnings about steps that lose something, and the error of a streak of overflows."""
+"""`Watch`: logs the events of a run, warns of steps that have no effect, and stops a run that overflows too often."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,53 +21,55 @@ if TYPE_CHECKING:
     from lossscale_torch._scaler import GradScaler
 
 CHECK_EVERY = 32
-"""Updates between two looks at the state; a look takes about as long as an update."""
+"""The number of updates between two checks of the state; a check takes about as long as an update."""
 _MANY_UPDATES = 20
+"""The number of faulty updates in a row after which a fault is logged."""
 FAULTS = {
     "no_gradients": "found no gradient in any optimizer: parameters are frozen or unused, the loss was detached, or an "
     "optimizer holds other parameters than the model",
-    "unfinished_step": "ended a step that unscale_() had begun, and that was neither taken nor skipped; call "
+    "unfinished_step": "ended a step that unscale_() had begun and that was neither taken nor skipped; call "
     "scaler.step(optimizer)",
 }
-"""Faults of an update, by the names of their events."""
+"""The faults of an update: the name of the log event, and the end of a sentence that begins with the update."""
 
 
 class Watch(Hook):
-    """Logs the events of a run, and raises the error of a streak of overflows if the host knows the state.
+    """Logs the events of a run. Raises `OverflowStreakError` if the host knows the state and it reaches the limit.
 
-    A state on a device is copied without a wait, and logged at a later update, when the copy has arrived.
+    If the state is on a device, the watch copies it without waiting, and logs it at a later update, when the copy has
+    arrived.
     """
 
     retries = 0
-    """The attempts that ended in an applied step; the state counts the attempts before them as skipped steps."""
+    """The number of skipped steps in the state that `attempts` has repeated and then applied."""
     tries: "Tries | None" = None
-    """The loop over `attempts`, which sees the outcome of each attempt, and lets this watch see that of the loop."""
+    """The loop over `attempts` that is running. It receives each outcome, and the watch logs only its end."""
     has_bad_loss = False
-    """Whether the loss of the last step was NaN or infinite, and the host knows it."""
+    """Whether a loss of the last step was NaN or infinite; False also if the host did not check."""
     is_new = True
-    """Whether no step was checked so far."""
+    """Whether this scaler has not taken a step yet, and no state was loaded."""
     _has_logged_loss = False
     _late: "LateCopy | None" = None
 
     def __init__(self) -> None:
         self._watch, self._left = ScaleWatch(), CHECK_EVERY
         self.faults: dict[str, int] = {}
-        """The faults of the last update, and how many updates in a row have had them."""
+        """For each fault of the last update, the number of updates in a row with this fault."""
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
         """Warn if the first step of a new scaler is not the first step of its optimizer."""
         self.is_new = False
-        scales = BaseScaling.of(scaler.policy).scales_losses  # otherwise nothing is lost
+        scales = BaseScaling.of(scaler.policy).scales_losses  # without a loss scale, the new scaler loses nothing
         if scales and step.flags and _has_stepped(step.optimizer):
             warn_caller(
                 f"the optimizer has taken steps before, but its scaler starts over with a loss scale of "
-                f"{format_number(scaler._init_scale)}; make one scaler for all steps, before the loop, and to continue "
-                "from a checkpoint save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
+                f"{format_number(scaler._init_scale)}; make one scaler for all steps, before the loop; to continue "
+                "from a checkpoint, save scaler.state_dict() in it and pass it to scaler.load_state_dict()",
                 CheckpointWarning,
             )
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
-        """Look at the outcome of a step. Waits for the device after an overflow, to read the losses."""
+        """Check the outcome of a step. Waits for a device only after an overflow, to read the losses."""
         if self.tries is not None:
             self.tries.note(info)
             return
@@ -75,20 +77,20 @@ class Watch(Hook):
             self._left -= 1
             self.has_bad_loss, self.faults = False, {}
         else:
-            self.look(scaler, info, info.overflowed is True and not scaler._are_losses_finite())
+            self.check(scaler, info, info.overflowed is True and not scaler._are_losses_finite())
 
-    def look(self, scaler: "GradScaler", info: StepInfo, has_bad_loss: bool) -> None:
-        """Check the outcome, the state if the policy has a limit, and at each 32nd update what is to be logged."""
+    def check(self, scaler: "GradScaler", info: StepInfo, has_bad_loss: bool) -> None:
+        """Note the faults of a step, check the limit of the policy, and log the state at each 32nd update."""
         self._left -= 1
         self.has_bad_loss = has_bad_loss
         if has_bad_loss and not self._has_logged_loss:
             self._has_logged_loss = True
             state: Any = scaler._state.fields
-            where = f", step {state.steps}" if hasattr(state, "steps") else ""  # a state on a device would wait
+            where = f", step {state.steps}" if hasattr(state, "steps") else ""  # the fields on a device have no count
             log_event("bad_loss", f"lossscale{where}: {BAD_LOSS}")
         has_stepped = not info.had_gradients and any(flag is not False for flag in (info.by_optimizer or {}).values())
         is_unfinished = any(step["stage"] is UNSCALED for step in scaler.optimizer_steps())
-        faults = [event for event, is_so in zip(FAULTS, (has_stepped, is_unfinished), strict=True) if is_so]
+        faults = [event for event, is_present in zip(FAULTS, (has_stepped, is_unfinished), strict=True) if is_present]
         self.faults = {event: self.faults.get(event, 0) + 1 for event in faults}
         for event in faults:
             if self.faults[event] == _MANY_UPDATES:
@@ -97,7 +99,7 @@ class Watch(Hook):
             _warn_of_gradient_hooks(scaler.optimizer_steps())
         if isinstance(info.applied, Tensor):
             if not is_capturing() and isinstance(scaler._state.fields, DeviceFields):
-                self._look_late(scaler, scaler._state.fields)
+                self._check_late(scaler, scaler._state.fields)
             return
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
         if self._left > 0 and limit is None:
@@ -109,8 +111,8 @@ class Watch(Hook):
             self._left = CHECK_EVERY
             self.log(scaler.policy, on_host)
 
-    def _look_late(self, scaler: "GradScaler", fields: DeviceFields) -> None:
-        """Log a state that has arrived from the device, and copy the present one if it is time."""
+    def _check_late(self, scaler: "GradScaler", fields: DeviceFields) -> None:
+        """Log a copy of the state that has arrived from the device, and start another copy at each 32nd update."""
         if self._late is not None:
             numbers = self._late.numbers()
             if numbers is None:
@@ -139,29 +141,29 @@ class Watch(Hook):
         return self._watch.diagnose(policy, self._without_retries(state), guard=guard)
 
     def _without_retries(self, state: ScaleState) -> ScaleState:
-        """Return a state that counts the attempts of a step as one."""
+        """Return a state that counts all attempts of a step as one step."""
         steps, skipped = (type(n)(max(n - self.retries, 0)) for n in (state.steps, state.skipped_steps))
         return state._replace(steps=steps, skipped_steps=skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of attempts that the state counts and this watch does not, if there are any."""
+        """Return the number of retries, unless it is 0; the state in the same dict counts them as steps."""
         return {"retries": self.retries} if self.retries else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Leave out the attempts of the saved run, which this scaler continues."""
+        """Continue with the number of retries from a checkpoint."""
         self.is_new, self._late, self._watch = False, None, ScaleWatch()
         retries = state_dict.get("retries")
         self.retries = retries if type(retries) is int and retries > 0 else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "tries": None, "_late": None}  # a copy of the scaler is in no loop
+        return {**vars(self), "tries": None, "_late": None}  # a copy of the scaler is not in the loop
 
 
 class LateCopy:
-    """Numbers on their way from a device; the host does not wait for them."""
+    """A copy of numbers from a device to the host that runs while the host continues."""
 
     DEVICES = ("cuda", "xpu")
-    """The devices that copy to pinned memory."""
+    """The device types that can copy to pinned memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
@@ -171,14 +173,14 @@ class LateCopy:
         self._event.record()
 
     def numbers(self) -> list[float] | None:
-        """Return the numbers if they have arrived."""
-        return (
-            [number for copy in self._copies for number in copy.reshape(-1).tolist()] if self._event.query() else None
-        )
+        """Return the numbers, or None if the copy has not ended. Does not wait."""
+        if not self._event.query():
+            return None
+        return [number for copy in self._copies for number in copy.reshape(-1).tolist()]
 
 
 def _warn_of_gradient_hooks(steps: Iterable[OptimizerStep]) -> None:
-    """Warn of optimizers that step in the backward pass, as those of sd-scripts, OneTrainer and torch itself."""
+    """Warn if gradient hooks step optimizers in the backward pass, as sd-scripts, OneTrainer and torch offer it."""
     params = [param for step in steps if step.optimizer is not None for param in params_of(step.optimizer)]
     names = "_post_accumulate_grad_hooks", "_in_backward_optimizers"
     if any(getattr(param, name, None) for param in params for name in names):
@@ -190,13 +192,14 @@ def _warn_of_gradient_hooks(steps: Iterable[OptimizerStep]) -> None:
 
 
 def _has_stepped(optimizer: Optimizer | None) -> bool:
-    """Return whether an optimizer's state shows a step; do not wait for a count on a device.
+    """Return whether the state of an optimizer proves an earlier step. Does not wait for a device.
 
-    Optimizers of torch keep a count "step" for each parameter, SGD and Muon only a momentum from the first step on.
+    The optimizers of torch store a count "step" for each parameter. SGD and Muon store only a momentum, which does not
+    exist before the first step.
     """
     state = getattr(optimizer, "state", None)
     states = state.values() if isinstance(state, Mapping) else ()
-    return any(_is_positive(each.get("step", 1)) for each in states if isinstance(each, Mapping) and each)
+    return any(_is_positive(entry.get("step", 1)) for entry in states if isinstance(entry, Mapping) and entry)
 
 
 def _is_positive(count: Any) -> bool:

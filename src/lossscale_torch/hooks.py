@@ -1,6 +1,8 @@
-"""Hooks: objects that see each step of an optimizer, can refuse it, and see the outcome.
+"""Hooks: objects that `GradScaler` calls at each step and each update, and that can veto a step.
 
-`GradScaler(hooks=[...])` takes hooks of your own. `guard=`, `protect=` and `process_group=` use those of this module.
+A veto skips the step of an optimizer and leaves the loss scale unchanged. Pass your own hooks as
+`GradScaler(hooks=[...])`. The arguments `guard=`, `protect=`, `process_group=` and `optimizers=` use hooks of this
+module.
 """
 
 import contextlib
@@ -33,59 +35,59 @@ if TYPE_CHECKING:
 __all__ = ["Guard", "Hook", "OptimizerStep", "Protect", "SameOnRanks"]
 
 _MISMATCH = "mismatch"
-"""The name of a flag that is 1.0 if ranks have combined the flags of different steps."""
+"""The name of a flag that is 1.0 if the ranks have combined the flags of different steps."""
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class Hook:
-    """The base of hooks; each method does nothing.
+    """The base class of hooks. Its methods do nothing.
 
-    A hook receives the record of one optimizer, an `OptimizerStep`: `step.optimizer`, and `step.flags`, which has a
-    flag for each device, float32 of shape `()`, that is 0.0 if the gradients there are finite.
-    `scaler.optimizer_steps()` lists the records of all optimizers since the last update.
+    A hook receives the record of an optimizer, an `OptimizerStep`. `step.optimizer` is the optimizer. `step.flags` has
+    a flag for each device: a float32 tensor of shape `()`, which is 0.0 if the gradients on this device are finite.
+    `scaler.optimizer_steps()` returns the records of all optimizers since the last update.
     """
 
     name: str = VETO
-    """The name of the flag in `step.flags` that stores a refusal; hooks with one name share a flag."""
+    """The key of the veto in `step.flags`. Hooks with the same name share a flag."""
     needs_norm = False
-    """Whether `step.norm` must hold the norm of the unscaled gradients: shape `()`, where the loss scale is.
+    """Whether the hook reads `step.norm`, the norm of the unscaled gradients: shape `()`, on the loss scale's device.
 
-    It is the 2-norm, or after a clip the norm that was used: of its order, and of all optimizers together.
-
-    A fused optimizer's gradients are then unscaled before its step.
+    It is the 2-norm of the gradients of this optimizer. After a clip it is the norm that the clip used: of the order
+    `norm_type`, of all optimizers that were clipped together. With this setting, the gradients of a fused optimizer
+    are unscaled before its step.
     """
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> bool | Tensor | None:
-        """See gradients that are checked, before the optimizer is stepped or skipped, and return whether to refuse.
+        """Decide about a step after the gradients were checked, before the scaler calls the optimizer.
 
         Returns:
-            True, or a tensor of one element that is not 0.0, skips the step; the loss scale stays. None, False and a
-            tensor of 0.0 allow it. A tensor that is computed on the device needs no synchronisation.
+            True, or a tensor of one element other than 0.0, skips the step; the loss scale stays. None, False and a
+            tensor of 0.0 allow the step. The scaler does not read a tensor on a device for a fused optimizer.
         """
         return None
 
     def after_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
-        """See an optimizer after `step` has stepped or skipped it."""
+        """Act after `GradScaler.step` has stepped or skipped an optimizer."""
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
-        """See the outcome of a whole step, whatever another hook raises."""
+        """Act on the outcome of an update. The scaler calls all hooks, even if one of them raises an error."""
 
     def abandon(self, scaler: "GradScaler") -> None:
-        """Undo what belongs to a step that ends before its outcome is known, by an error; make no collective call."""
+        """Undo the changes of a step that ends without an outcome, after an error. Do not make collective calls."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return entries for the scaler's state dict, plain values under names of your own."""
+        """Return entries for the state dict of the scaler: plain values under names of your own."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a scaler's state dict, which may lack the entries."""
+        """Continue from the state dict of a scaler, in which your entries may be missing."""
 
 
 class Guard(Hook):
-    """Skips a step with a gradient norm far above the norms before; each optimizer has norms of its own.
+    """Skips a step if its gradient norm is far above the earlier norms of the same optimizer (a spike).
 
-    The norm is that of the unscaled gradients before they are clipped. A state stays on the host while the norms are
-    known there; the first norm that is not known moves it to the device.
+    The norm is the norm of the unscaled gradients before a clip. The state of the guard is on the host while the host
+    knows all norms. The first norm that only a device knows moves the state to this device.
     """
 
     name = SPIKE
@@ -96,19 +98,19 @@ class Guard(Hook):
         self.rule, self._loaded = rule, list(loaded)
         self._states: weakref.WeakKeyDictionary[Optimizer, GuardState] = weakref.WeakKeyDictionary()
         self._proposed: dict[Optimizer, GuardState] = {}
-        """The norm of each optimizer in this step, and its state if the norm is to be remembered."""
+        """For each optimizer of this step, the state that includes its norm; `after_update` may accept it."""
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> Tensor | None:
-        """Refuse the step if its norm is a spike. Synchronises for an ordinary optimizer."""
+        """Veto the step if its norm is a spike. For an ordinary optimizer, waits for the norm on a device."""
         key, norm = step.optimizer, step.norm
-        if norm is None:  # there are no gradients
+        if norm is None:  # the optimizer has no gradients
             return None
         if key not in self._states:
             self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
         state = self._states[key]
-        is_on_device = isinstance(state.mean, Tensor)  # where it stays
+        is_on_device = isinstance(state.mean, Tensor)  # a state does not return to the host
         if not norm.is_cpu and not is_on_device and kind_of(step.optimizer) is PLAIN:
-            (value,) = scaler._state.read([step], norm)  # the one wait of this step
+            (value,) = scaler._state.read([step], norm)  # also reads the flags, so that `step` does not wait again
             norm = torch.tensor(value)
         overflow = combine(flags_of([step], vetoes=False), norm.device)
         if is_on_device or not norm.is_cpu or is_capturing():
@@ -121,7 +123,7 @@ class Guard(Hook):
         else:
             value = norm.item()
             is_known = value < math.inf and not overflow
-            # A norm beyond float32 is a spike, and not an overflow.
+            # A float64 norm that overflows float32 is a spike. It is not an overflow.
             accepted, after = self.rule.check(state, min(value, _LARGEST) if is_known else math.inf)
             flag = torch.tensor(float(not accepted), dtype=torch.float32)
         self._proposed[key] = after
@@ -129,13 +131,13 @@ class Guard(Hook):
 
     def _check_on_device(self, state: GuardState, norm: Tensor, is_known: Tensor) -> tuple[Tensor, GuardState]:
         """Return the flag and the state after the step."""
-        if norm.dtype is torch.float64:  # a norm beyond float32 is a spike, and not an overflow
+        if norm.dtype is torch.float64:  # as on the host, a norm that overflows float32 is a spike
             is_known, norm = is_known & (norm < math.inf), norm.clamp(max=_LARGEST).float()
         accepted, after = self.rule.check(state, torch.where(is_known, norm, math.inf), xp=torch)
         return torch.where(accepted, 0.0, 1.0), after
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
-        """Remember the norms of steps that were applied, or that only this guard refused.
+        """Accept the new states of optimizers without a veto from another hook.
 
         Raises `OverflowStreakError` if a state on the host has reached the guard's `max_streak`.
         """
@@ -143,9 +145,9 @@ class Guard(Hook):
         on_host = []
         for key, after in proposed.items():
             state, flags = self._states[key], scaler._steps[id(key)].flags
-            if SPIKE not in flags:  # the record was replaced
+            if SPIKE not in flags:  # other code has replaced the record
                 continue
-            # After an overflow there is nothing to remember: the norm was not finite.
+            # An overflow needs no test: `check` does not count a norm that is not finite.
             others = [flag for name, flag in flags.items() if isinstance(name, str) and name != SPIKE]
             if not isinstance(state.mean, Tensor):
                 if not combine(others, flags[SPIKE].device):
@@ -156,20 +158,20 @@ class Guard(Hook):
                 is_vetoed = combine(others, state.mean.device) != 0.0
                 after = GuardState(*(torch.where(is_vetoed, *pair) for pair in zip(state, after, strict=True)))
             torch._foreach_copy_(list(state), list(after))
-        unread: Any = scaler._state.fields  # "none" has no limit
+        unused: Any = scaler._state.fields  # the policy "none" has no limit for a scale state
         for after in on_host:
-            check_limits("none", unread, guard=self.rule, guard_state=after)
+            check_limits("none", unused, guard=self.rule, guard_state=after)
 
     def abandon(self, scaler: "GradScaler") -> None:
-        """Remember nothing of a step that was not decided."""
+        """Forget the norms of a step that ended without an outcome."""
         self._proposed = {}
 
     def first(self) -> GuardState | None:
-        """Return the state of the first optimizer, where it is. Does not synchronise."""
+        """Return the state of the first optimizer, or None before the first step. Does not synchronise."""
         return next(iter([*self._states.values(), *self._loaded]), None)
 
     def states(self) -> list[GuardState]:
-        """Return the state of each optimizer on the host. Synchronises if on a device."""
+        """Return the state of each optimizer as host scalars. Waits for states on a device."""
         start = self.rule.init_state()
         return [
             GuardState(*(type(first)(float(value)) for first, value in zip(start, state, strict=True)))
@@ -177,16 +179,16 @@ class Guard(Hook):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return one state, or a list with one for each optimizer. Synchronises if on a device."""
+        """Return the entry `"guard"`: a state, or a list of states for several optimizers. Waits for a device."""
         states = self.states() or [self.rule.init_state()]
-        entries = [{name: value.item() for name, value in each._asdict().items()} for each in states]
+        entries = [{name: value.item() for name, value in state._asdict().items()} for state in states]
         return {"guard": entries[0] if len(entries) == 1 else entries}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with the saved states, in the order of the optimizers' first steps."""
+        """Continue with the states of a checkpoint, in the order in which the optimizers took their first steps."""
         entry, version = state_dict.get("guard"), state_dict.get("version", 1)
         entries = entry if isinstance(entry, list | tuple) else [entry]
-        loaded = [guard_state_from_dict({"version": version, "guard": each}) for each in entries]
+        loaded = [guard_state_from_dict({"version": version, "guard": guard}) for guard in entries]
         for key, state in self._states.items():
             after = loaded.pop(0) if loaded else self.rule.init_state()
             if not isinstance(state.mean, Tensor):
@@ -202,62 +204,68 @@ class Guard(Hook):
 
 
 class Protect(Hook):
-    """Leaves the buffers of modules as they were if a step is skipped, such as BatchNorm's statistics.
+    """Restores the buffers of modules, such as BatchNorm's statistics, if a step is skipped.
 
-    The buffers that exist when the first forward pass in training mode since the last update begins come back, by their
-    names, also if the forward pass has put other tensors there. On a device this does not synchronise. The modules get
-    forward hooks; those in copies and pickles of a module do nothing.
+    The first forward pass in training mode after an update copies the buffers. A skipped step restores the values, and
+    also the tensors, if the forward pass has assigned other tensors. Does not synchronise. The modules get forward
+    hooks; in copies and pickles of a module, these hooks do nothing.
     """
 
     def __init__(self, modules: Module | Iterable[Module]) -> None:
         roots = [modules] if isinstance(modules, Module) or not isinstance(modules, Iterable) else list(modules)
-        self._saved: dict[Module, Buffers] = {}
-        """The buffers of this step."""
+        self._copies: dict[Module, Buffers] = {}
+        """The copies of this step, by the modules that `protect=` received."""
         undo = contextlib.ExitStack()
-        weakref.finalize(self, undo.close).atexit = False  # the hooks end with the scaler
+        weakref.finalize(self, undo.close).atexit = False  # removes the forward hooks with the scaler
         for root in roots:
             if not isinstance(root, Module):
                 raise TypeError(f"protect= takes modules, and {root!r} is not one; pass protect=[model]")
-            for module in root.modules():  # a program may call only the inner ones, as Lightning's training_step does
+            for module in root.modules():  # a program may call submodules only, as Lightning's training_step does
                 if module is root or module._buffers:
-                    save, forget = (_Callback(self, name, root, module is not root) for name in ("_save", "_forget"))
-                    undo.callback(module.register_forward_pre_hook(save, prepend=True).remove)
+                    copy, forget = (_Callback(self, name, root, module is not root) for name in ("_copy", "_forget"))
+                    undo.callback(module.register_forward_pre_hook(copy, prepend=True).remove)
                     undo.callback(module.register_load_state_dict_post_hook(forget).remove)
 
-    def _save(self, root: Module, module: Module) -> None:
-        """Copy the buffers under `root`, in which a module is about to run, unless that was done in this step."""
-        if module.training and root not in self._saved:
-            self._saved[root] = Buffers(root)
+    def _copy(self, root: Module, module: Module) -> None:
+        """Copy the buffers of `root` before the first forward pass of the step, in which `module` runs."""
+        if module.training and root not in self._copies:
+            self._copies[root] = Buffers(root)
 
     def _forget(self, root: Module, module: Module) -> None:
-        """Drop the copies under `root`, since a state was loaded."""
-        self._saved.pop(root, None)
+        """Drop the copies of `root` after a state was loaded into it."""
+        self._copies.pop(root, None)
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
-        """Write the copies back if the step was not applied."""
-        saved, self._saved = self._saved, {}
-        for buffers in saved.values():
-            buffers.put_back(info.applied, with_caches=False)
+        """Restore the buffers if the step was not applied."""
+        copies, self._copies = self._copies, {}
+        for buffers in copies.values():
+            buffers.restore(info.applied, with_caches=False)
 
     def abandon(self, scaler: "GradScaler") -> None:
-        """Write the copies back unless an optimizer may have stepped."""
-        saved, self._saved = self._saved, {}
-        if not any(step.may_have_moved for step in scaler.optimizer_steps()):
-            for buffers in saved.values():
-                buffers.put_back(with_caches=False)
+        """Restore the buffers unless an optimizer may have stepped."""
+        copies, self._copies = self._copies, {}
+        if not any(step.may_have_stepped for step in scaler.optimizer_steps()):
+            for buffers in copies.values():
+                buffers.restore(with_caches=False)
 
     def __reduce__(self) -> Any:
         return Protect, ((),)
 
 
 class Waiting(Hook):
-    """Keeps gradients that wait for a later step of their optimizer at the present loss scale."""
+    """Multiplies waiting gradients when the loss scale changes, so that they always have the current scale.
+
+    Gradients wait if an update ends the step of another optimizer before their own optimizer steps.
+    """
 
     def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
         self.optimizers = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
 
     def leave_out(self, records: Mapping[int, OptimizerStep]) -> Mapping[int, OptimizerStep]:
-        """Return the records of an update: all but those of unscaled gradients that wait, if others took part."""
+        """Return the records for an update, without the records of waiting gradients that were unscaled.
+
+        If only such records exist, returns all records.
+        """
         return {
             key: step
             for key, step in records.items()
@@ -269,26 +277,26 @@ class Waiting(Hook):
 
     @torch.no_grad()
     def rescale(self, scaler: "GradScaler", factor: float | Tensor) -> None:
-        """Multiply scaled gradients that wait by a factor. Does not synchronise."""
+        """Multiply the waiting gradients that are still scaled by a factor. Does not synchronise."""
         if isinstance(factor, Tensor) or factor != 1.0:
             divided = [step.optimizer for step in scaler.optimizer_steps() if step.has_divided]
-            Gradients([each for each in self.optimizers if not _is_among(each, divided)]).multiply_(factor)
+            Gradients([waiting for waiting in self.optimizers if not _is_among(waiting, divided)]).multiply_(factor)
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
-        """Give all gradients that wait the new scale. Does not synchronise."""
+        """Bring all waiting gradients to the new scale. Does not synchronise."""
         self.rescale(scaler, info.loss_scale_after / info.loss_scale_used)
         self.abandon(scaler)
 
     @torch.no_grad()
     def abandon(self, scaler: "GradScaler") -> None:
-        """Scale unscaled gradients again; an overflow that a joint clip has found will be found again."""
+        """Multiply waiting gradients that were unscaled by the loss scale again. An overflow makes them infinite."""
         steps = [step for step in scaler.optimizer_steps() if self._is_unscaled(step)]
         divided = [step for step in steps if step.has_divided]
         Gradients([step.optimizer for step in divided]).multiply_(scaler._scale)
         for step in divided:
             is_finite = step.is_allowed(scaler._scale.device)
             Gradients([step.optimizer]).multiply_(torch.where(is_finite, 1.0, math.inf))
-        if self.leave_out(scaler._steps) is not scaler._steps:  # else the watch reports a step that was not finished
+        if self.leave_out(scaler._steps) is not scaler._steps:  # otherwise the watch reports an unfinished step
             for step in steps:
                 step["stage"] = READY
 
@@ -297,13 +305,13 @@ class Waiting(Hook):
 
 
 def _is_among(optimizer: Optimizer | None, others: Iterable[Optimizer | None]) -> bool:
-    """Return whether an optimizer is one of others, which may be wrappers; those share the list of groups."""
-    groups = getattr(optimizer, "param_groups", None)  # a record of another package may have no optimizer
+    """Return whether `others` has the optimizer, its wrapper or its inner optimizer: all share `param_groups`."""
+    groups = getattr(optimizer, "param_groups", None)  # the optimizer is None in a record of another package
     return any(other is optimizer or getattr(other, "param_groups", ()) is groups for other in others)
 
 
 class _Callback:
-    """A callback of a module within a protected one. It keeps neither alive, and a copy of it does nothing."""
+    """A forward hook of a protected module. It has weak references only, and a copy of the hook does nothing."""
 
     def __init__(self, protect: Protect, method: str, root: Module, is_inner: bool) -> None:
         self.protect, self.root = weakref.ref(protect), weakref.ref(root)
@@ -313,7 +321,7 @@ class _Callback:
         if not (self.is_inner and torch.compiler.is_compiling()):
             self.call(module)
 
-    # A compiled function that calls the module breaks its graph here; a traced call would not copy at each run.
+    # A compiled caller breaks its graph here. A traced call would not copy the buffers at each run.
     @not_compiled
     def call(self, module: Module) -> None:
         protect, root = self.protect(), self.root()
@@ -325,28 +333,28 @@ class _Callback:
 
 
 def _do_nothing(*_: Any) -> None:
-    """Stand in for a callback in a copy of a module."""
+    """Replace a `_Callback` in a copy of a module."""
 
 
 class SameOnRanks(Hook):
-    """Combines the flags of a step over the ranks of a group and of the parameters' meshes, also without gradients.
+    """Combines the flags of a step over the ranks of the process groups and of the parameters' device meshes.
 
-    The ranks must step their optimizers in the same order.
+    A rank without gradients takes part. All ranks must step their optimizers in the same order.
     """
 
     _updates = 0
-    """The updates so far, which are the same on all ranks in each step."""
+    """The number of updates, which all ranks compare at each step."""
     left_out = False
-    """Whether this rank has skipped a step after a clip had combined the flags, which the next collective compares."""
+    """Whether this rank has skipped a step after a clip had combined the flags. The next collective compares it."""
 
     def __init__(self, process_group: "ProcessGroup | None" = None, norm_group: "ProcessGroup | None" = None) -> None:
         self.process_group, self.norm_group = process_group, norm_group
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> None:
         """Replace the flags by their maximum over the ranks. Does not synchronise with the host."""
-        # A clip has combined the flags of gradients, and not the vetoes of hooks.
-        known = () if scaler._hooks else step.combined_over
-        groups = [group for group in self.groups([step.optimizer]) if group not in known]
+        # A clip combines the flags of gradients only, so that the vetoes of hooks are still to combine.
+        combined = () if scaler._hooks else step.combined_over
+        groups = [group for group in self.groups([step.optimizer]) if group not in combined]
         if not groups:
             self.left_out |= step.applied is False
             return
@@ -362,33 +370,37 @@ class SameOnRanks(Hook):
             step.norm = norm
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
-        """Raise `SyncError` if the host knows that ranks have taken different steps."""
-        self._updates = (self._updates + 1) % 2**22  # float32 holds its halves
+        """Raise `SyncError` if the host knows that ranks have combined the flags of different steps."""
+        self._updates = (self._updates + 1) % 2**22  # float32 is exact for multiples of 0.5 below 2**23
         for step in scaler.optimizer_steps() if not is_capturing() else ():
             marks = [step.flags.get(_MISMATCH), None if step.norm is None else -step.norm]
             if any(mark is not None and mark.is_cpu and mark > 0.0 for mark in marks):
                 raise SyncError(
-                    "ranks that decide together have called step() or skip() at different updates, or one of them "
-                    "skip() after a clip, and their parameters may differ; make the same calls on every rank"
+                    "ranks that decide together have called step() or skip() at different updates, or one of them has "
+                    "called skip() after a clip, and their parameters may differ; make the same calls on every rank"
                 )
 
     def any_of(self, mine: bool, optimizers: Sequence[Optimizer], device: torch.device) -> bool:
-        """Return whether something holds on a rank, for ranks that share a decision; else False with several ranks."""
+        """Return whether `mine` is true on a rank that decides with this rank.
+
+        Returns False if several ranks exist but do not decide together.
+        """
         if groups := self.groups(optimizers):
             return bool(reduce_max(torch.tensor(float(mine)).to(device), groups))
         return mine and not _has_ranks()
 
     def is_first(self, optimizer: Optimizer) -> bool:
-        """Return whether this is the first rank of those that decide together, or of all."""
+        """Return whether this is the first of the ranks that decide together, or the first of all ranks."""
         if not _has_ranks():
             return True
         groups: list[ProcessGroup | None] = [*self.groups([optimizer])] or [None]
         return all(torch.distributed.get_rank(group) == 0 for group in groups)
 
     def groups(self, optimizers: "Sequence[Optimizer]", *, of_norm: bool = False) -> "list[ProcessGroup]":
-        """Return the groups of the parameters' meshes, `norm_group`, and if it is not about a norm, `process_group`.
+        """Return the groups over which ranks combine the flags, or the norm, of optimizers; each group once.
 
-        Each group is in the list once. Raises `SyncError` on a rank that is not in a group.
+        These are the groups of the parameters' meshes, `norm_group`, and for flags also `process_group`. Raises
+        `SyncError` on a rank that is not in `norm_group` or `process_group`.
         """
         groups = _groups_of_meshes(optimizers)
         for name in ("norm_group",) if of_norm else ("norm_group", "process_group"):
@@ -399,16 +411,16 @@ class SameOnRanks(Hook):
         return groups
 
     def require_member(self, name: str) -> None:
-        """Raise `SyncError` in a process that is not in the group of this name, since collectives would not work."""
+        """Raise `SyncError` if this process is not in the group of this name; its collective calls would do nothing."""
         group = getattr(self, name)
         if group is not None and torch.distributed.get_rank(group) < 0:
             raise SyncError(
                 f"rank {torch.distributed.get_rank()} is not in the {name} of its scaler, so it would decide "
-                "alone; make the scaler of each rank with a group that contains it, or without one"
+                "alone; make the scaler of each rank with a group that contains the rank, or without a group"
             )
 
     def require_same(self, mine: dict[str, Any]) -> None:
-        """Raise `SyncError` with the ranks that have another state than rank 0; every rank must call this."""
+        """Raise `SyncError` if the state of a rank differs from rank 0's. Every rank must make this call."""
         self.require_member("process_group")
         theirs: list[Any] = [None] * torch.distributed.get_world_size(self.process_group)
         torch.distributed.all_gather_object(theirs, mine, group=self.process_group)
@@ -416,7 +428,7 @@ class SameOnRanks(Hook):
         if different:
             texts = [format_number(state["loss_scale"]) if state else "disabled" for state in theirs]
             scales = ", ".join(f"rank {rank}: {texts[rank]}" for rank in [0, *different])
-            entries = dict.fromkeys(name for state in theirs for name in state)  # one without a guard lacks its entry
+            entries = dict.fromkeys(name for state in theirs for name in state)  # ranks may have different entries
             names = [name for name in entries if any(state.get(name) != theirs[0].get(name) for state in theirs)]
             raise SyncError(
                 f"the scalers of ranks {different} differ from rank 0's in {', '.join(names)} (loss scales: {scales}); "
@@ -424,20 +436,20 @@ class SameOnRanks(Hook):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SameOnRanks":
-        return self  # a group is shared, not copied
+        return self  # a process group cannot be copied
 
     def __reduce__(self) -> Any:
         return SameOnRanks, ()
 
 
 def _groups_of_meshes(optimizers: Iterable[Optimizer]) -> "list[ProcessGroup]":
-    """Return the process groups over the meshes of the optimizers' parameters, with gradients or without."""
+    """Return the process groups of the device meshes of the optimizers' parameters, also without gradients."""
     if not has_meshes():
         return []
     params = [param for optimizer in optimizers for param in params_of(optimizer)]
     meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
-    here = sorted((mesh for mesh in meshes if mesh.get_coordinate() is not None), key=lambda mesh: mesh.size())
-    return list(dict.fromkeys(mesh.get_group(dim) for mesh in here for dim in range(mesh.ndim) if mesh.size(dim) > 1))
+    own = sorted((mesh for mesh in meshes if mesh.get_coordinate() is not None), key=lambda mesh: mesh.size())
+    return list(dict.fromkeys(mesh.get_group(dim) for mesh in own for dim in range(mesh.ndim) if mesh.size(dim) > 1))
 
 
 def _has_ranks() -> bool:
@@ -445,11 +457,14 @@ def _has_ranks() -> bool:
 
 
 def require_hooks(hooks: Sequence[Hook], guard: SpikeGuard | None) -> tuple[list[Hook], Guard | None]:
-    """Return the hooks of a scaler, and its guard; raise an error for what is not a hook, and for two guards."""
-    for each in hooks if isinstance(hooks, Iterable) else [hooks]:
-        if not isinstance(each, Hook) or not isinstance(hooks, Iterable):
+    """Return the hooks of a scaler without its guard, and the guard.
+
+    Raises `TypeError` for an object that is not a hook, and `PolicyError` for two guards.
+    """
+    for hook in hooks if isinstance(hooks, Iterable) else [hooks]:
+        if not isinstance(hook, Hook) or not isinstance(hooks, Iterable):
             raise TypeError(
-                f"hooks= was given {describe(each)}; it takes objects of lossscale_torch.hooks.Hook; derive a class "
+                f"hooks= was given {describe(hook)}; it takes objects of lossscale_torch.hooks.Hook; derive a class "
                 "from it, and pass [YourHook()]"
             )
     guards = [hook for hook in hooks if isinstance(hook, Guard)] + ([Guard(guard)] if guard is not None else [])

@@ -340,9 +340,9 @@ def test_a_buffer_that_the_first_forward_pass_resizes_in_place(mode, length):
 
 
 NOT_ONE_STEP = [
-    (0, 1, r"ended 0 steps by update\(\) and must end one; .*with Accelerate, all bodies of accumulate"),
-    (2, 1, "ended 2 steps"),
-    (1, 2, "inside a loop over attempts"),
+    (0, 1, r"called update\(\) 0 times and must call it once; .*with Accelerate, all bodies of accumulate"),
+    (2, 1, r"called update\(\) 2 times"),
+    (1, 2, "inside another loop over attempts"),
 ]
 
 

@@ -274,7 +274,7 @@ def test_the_hooks_end_with_the_scaler_and_keep_nothing_alive():
 @COPIES
 def test_a_copy_of_a_scaler_protects_nothing_and_says_so(copied):
     """Two scalers would put back the same buffers, each at its own updates; a pickle holds no modules or optimizers."""
-    with pytest.warns(UserWarning, match="rescales no gradients; make a scaler with protect= or optimizers=, and pass"):
+    with pytest.warns(UserWarning, match="rescales no gradients; make a scaler with protect= or optimizers=, and load"):
         copied(GradScaler("cpu", optimizers=[one()[1]]))
     loop = Loop(protects=True)
     original, hooks = loop.scaler, len(loop.model._forward_pre_hooks)

@@ -195,7 +195,7 @@ NO_LOSS = (
 OTHER = "backoff_factor was 0.25 ... interval was 7"
 BOUNDED = DynamicScaling(max_scale=2.0**20)
 BEYOND = "new_scale=1e+30 is beyond the bounds of the policy, and becomes 2**20"
-NEW = "starts over with a loss scale of 2**16; make one scaler for all steps, before the loop, and ... load_state_dict"
+NEW = "starts over with a loss scale of 2**16; make one scaler for all steps, before the loop; ... load_state_dict"
 WARNINGS = {
     "no CUDA": (lambda: GradScaler(), UserWarning, NO_CUDA),
     "no CUDA for options": (lambda: GradScaler(policy="none", protect=[torch.nn.ReLU()]), UserWarning, OFF),

@@ -1,4 +1,4 @@
-"""`attempts`: a loop around a step that takes it again at the lower loss scale after an overflow."""
+"""`attempts`: a loop that repeats a step at the lower loss scale if its gradients overflow."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """What is known of the tries of one step: the loop variable of `GradScaler.attempts`, one object for all tries."""
+    """The loop variable of `GradScaler.attempts`. One object describes all tries of a step."""
 
     number: int = 0
-    """The number of the present try, from 0."""
+    """The number of the current try, counted from 0."""
     info: StepInfo | None = None
-    """The outcome of the last try; None before its `update`. It is true if the step was applied."""
+    """The outcome of the current try, which is true if the step was applied; None before `update`."""
 
     def __init__(self) -> None:
         self._infos: list[StepInfo] = []
 
     @property
     def scales(self) -> list[float]:
-        """The loss scale of each try so far. Reading it synchronises after a fused optimizer."""
+        """The loss scale of each try so far, as Python numbers. Synchronises after the step of a fused optimizer."""
         return [float(info.loss_scale_used) for info in self._infos]
 
 
@@ -55,7 +55,7 @@ def _attempts(scaler: "GradScaler", modules: Sequence[Module], retries: int, rai
     tries, after_first = Tries(scaler, modules), None
     attempt = tries.attempt
     try:
-        scaler._watch.tries = tries  # a loop that was left without its end does not stand in the way
+        scaler._watch.tries = tries  # this also replaces a loop that the program left before its end
         for attempt.number in range(retries + 1):
             if attempt.number:
                 tries.begin_another()
@@ -66,15 +66,15 @@ def _attempts(scaler: "GradScaler", modules: Sequence[Module], retries: int, rai
             after_first = after_first or scaler._state.on_host()
     finally:
         tries.end(after_first)
-    if tries.applied and tries.is_over:  # else the state is that after the first try, and counts no other
+    if tries.applied and tries.is_over:  # otherwise `end` has restored the state after the first try
         scaler._watch.retries += attempt.number
-    scaler._watch.look(scaler, scaler.last_step, tries.has_bad_loss)
+    scaler._watch.check(scaler, scaler.last_step, tries.has_bad_loss)
     if not tries.is_over:
         text = (
             f"the gradients of a step overflowed in {attempt.number + 1} tries, at the loss scales "
             f"{', '.join(map(format_number, attempt.scales))}; the step is skipped and the scale backs off once; look "
-            "for NaN in the backward pass, or pass more retries= if the scale began too high and has not reached its "
-            "minimum"
+            "for NaN in the backward pass; if the scale began too high and has not reached its minimum, pass a larger "
+            "retries="
         )
         if raise_at_end:
             raise RetriesExhaustedError(text)
@@ -82,52 +82,55 @@ def _attempts(scaler: "GradScaler", modules: Sequence[Module], retries: int, rai
 
 
 class Tries:
-    """The tries of one step, with copies of what each begins with. The watch sees the outcome of the loop only."""
+    """The tries of one step, and copies of the data that each try starts from.
+
+    The watch of the scaler passes each outcome to this object, and logs only the outcome of the whole loop.
+    """
 
     updates = 0
-    """The updates in this try."""
+    """The number of calls of `update` in this try."""
     factor = 1.0
-    """The present loss scale, divided by that of the first try."""
+    """The current loss scale, divided by the loss scale of the first try."""
     is_over = has_bad_loss = False
     is_at_floor = False
-    """Whether a further try would have the same loss scale."""
+    """Whether the loss scale is at its minimum, so that another try would not differ."""
 
     def __init__(self, scaler: "GradScaler", modules: Sequence[Module]) -> None:
         self.scaler, self.attempt = scaler, Attempt()
-        self.put_random_states_back, self.buffers = random_states(), [*map(Buffers, modules)]
+        self.restore_random_states, self.buffers = random_states(), [*map(Buffers, modules)]
         params = [param for optimizer in scaler._waiting.optimizers for param in params_of(optimizer)]
         self.waiting = {param: None if param.grad is None else param.grad.clone() for param in params}
-        """Copies of the gradients of optimizers that may wait, by their parameters."""
+        """Copies of the gradients of the optimizers in `optimizers=`, which may hold gradients of earlier batches."""
         self.records: dict[int, OptimizerStep] = {}
-        """The records of the last try."""
+        """The records of the last try, by the ids of the optimizers."""
         self.applied: list[int] = []
-        """The optimizers with gradients that were applied in a try; later tries leave them alone."""
+        """The ids of the optimizers that have applied gradients in a try. Later tries do not step them."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
         return [step.optimizer for step in self.records.values() if step.optimizer is not None]
 
     def begin_another(self) -> None:
-        """Put back what the last try has changed, and leave alone the optimizers that it has applied."""
-        self.put_random_states_back()
+        """Restore buffers, random states and gradients, and mark the optimizers that the last try has stepped."""
+        self.restore_random_states()
         for buffers in self.buffers:
-            buffers.put_back()
+            buffers.restore()
         for param in (param for optimizer in self.optimizers for param in params_of(optimizer)):
             param.grad = None
         for param, grad in self.waiting.items():
             param.grad = None if grad is None else grad * self.factor
         self.attempt.info, self.updates = None, 0
         for key in self.applied:
-            done = self.scaler._per_optimizer_states[key] = self.records[key]
-            for param in params_of(done.optimizer):
+            step = self.scaler._per_optimizer_states[key] = self.records[key]
+            for param in params_of(step.optimizer):
                 param.grad = None
-            done["stage"], done["found_inf_per_device"] = STEPPED, {}
-            done.applied, done.is_done, done.has_divided = True, True, False
+            step["stage"], step["found_inf_per_device"] = STEPPED, {}
+            step.applied, step.is_done, step.has_divided = True, True, False
 
     def note(self, info: StepInfo) -> None:
-        """Note the outcome of a try. Waits for the device, once, after a fused optimizer."""
+        """Store the outcome of a try. Waits for the device once, after the step of a fused optimizer."""
         self.updates += 1
-        if self.updates > 1:  # the body ends several steps, or was left long ago
+        if self.updates > 1:  # the body ends several steps, or the program left the loop earlier
             self.scaler._watch.tries = None
             return
         scaler, self.attempt.info = self.scaler, info
@@ -150,30 +153,35 @@ class Tries:
             self.is_over = scaler._ranks.any_of(self.has_bad_loss, self.optimizers, scaler._scale.device)
 
     def require_one_update(self) -> None:
-        """Raise an error unless the body was one step of this loop alone."""
+        """Raise `CallOrderError` unless the body called `update` once, and no other loop began in it."""
         if self.updates < 2 and self.scaler._watch.tries is not self:
             raise CallOrderError(
-                "a loop over attempts() began inside a loop over attempts() of the same scaler; leave one before the "
-                "other begins"
+                "a loop over attempts() began inside another loop over attempts() of the same scaler; end the outer "
+                "loop first"
             )
         if self.updates != 1:
             raise CallOrderError(
-                f"the body of a loop over attempts() ended {self.updates} steps by update() and must end one; put all "
-                "micro-batches of a step into one body, with scaler.step and scaler.update (with Accelerate, all "
-                "bodies of accumulate() up to the one that steps)"
+                f"the body of a loop over attempts() called update() {self.updates} times and must call it once; put "
+                "all micro-batches of a step into one body, with scaler.step and scaler.update (with Accelerate, all "
+                "bodies of accumulate() up to the body that steps)"
             )
 
     def end(self, after_first: ScaleState | None) -> None:
-        """Put the buffers back unless an optimizer was applied, and end a try that was begun; once."""
+        """End the loop: restore the buffers if no optimizer was applied, and drop a try without an `update`.
+
+        A second call does nothing. `after_first` is the state after the first try, to which the scaler returns if all
+        tries overflowed.
+        """
         if self.scaler._watch.tries is not self:
             return
         self.scaler._watch.tries = None
-        if after_first and not self.is_over:  # what overflows at each scale must not cost more than one backoff
+        if after_first and not self.is_over:  # a step that overflows at every scale must back off only once
             self.scaler._load(after_first, self.scaler.policy)
         records = self.scaler._per_optimizer_states
-        # After the update of a try, another open step is not of this loop, which was left and held.
+        # Other records after the update of this try belong to a later step: the program has left the loop, but has kept
+        # its iterator.
         if self.updates == 0 or records is self.records or not records:
-            if not self.applied and not any(step.may_have_moved for step in self.scaler.optimizer_steps()):
+            if not self.applied and not any(step.may_have_stepped for step in self.scaler.optimizer_steps()):
                 for buffers in self.buffers:
-                    buffers.put_back()
+                    buffers.restore()
             self.scaler._abandon()

@@ -188,7 +188,7 @@ class Passes:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], undo: contextlib.ExitStack) -> None:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
-        undo.callback(Buffers(model).put_back)
+        undo.callback(Buffers(model).restore)
         undo.callback(random_states())
         self._names = {param: plain_name(name) for name, param in model.named_parameters()}
         for param in self._names:
@@ -258,10 +258,10 @@ class Passes:
             self._attached_scale.fill_(loss_scale)
             self._recorder.records = []
             # Each pass draws the same random numbers. The graph is kept, so that loss_fn may draw another batch.
-            put_random_states_back = random_states()
+            restore_random_states = random_states()
             with self._recorder:
                 torch.autograd.backward(self._loss, torch.full_like(self._loss, loss_scale), retain_graph=True)
-            put_random_states_back()
+            restore_random_states()
             _, bad = bad_gradients((name, param) for param, name in self._names.items())
             for param in self._names:
                 param.grad = None
