@@ -1,8 +1,13 @@
 """The recipes of docs/trainers.md, run as they stand there with the real packages, in float16 on a CPU; and others."""
 
+import copy
+import dataclasses
+import functools
 import shutil
+import sys
 import warnings
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from transformers import TrainingArguments
 
 from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_core.errors import CallOrderError
+from lossscale_core.testing import check_policy
 from lossscale_torch import GradScaler
 from tests.adapters.pages import code_of
 
@@ -242,21 +248,6 @@ def test_lightning_with_two_optimizers(tmp_path):
     assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (16 - len(OVERFLOWS) - 1)
 
 
-@pytest.mark.parametrize("name", ["ignite", "MONAI"])
-def test_ignite_and_monai(name):
-    """The trainer's steps are the scaler's, and a bad batch is skipped."""
-    model = torch.nn.Linear(4, 1)
-    batches = [(torch.ones(8, 4) * (INF if n == 2 else 1.0), torch.ones(8, 1)) for n in range(6)]
-    as_dicts = [{"image": inputs, "label": targets} for inputs, targets in batches]
-    names = {
-        "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss_fn": torch.nn.MSELoss(),
-        "device": torch.device("cpu"), "epochs": 1, "data": as_dicts if name == "MONAI" else batches,
-    }  # fmt: skip
-    numbers = _run(name, names)["scaler"].metrics()
-    assert (numbers["steps"], numbers["skipped_steps"]) == (6, 1)
-    assert torch.isfinite(model.weight).all()
-
-
 def test_full_float16():
     """float16 weights train by the setting."""
     torch.manual_seed(0)
@@ -286,17 +277,16 @@ class _Critic(_Model):
 def test_two_optimizers(fused):
     """Each schedule follows its own optimizer; one loss scale backs off once for an overflow in either."""
     critic, generator = _Critic({1}), _Model({4})
-    critic_optimizer, critic_scheduler = _optimizer_of(critic, fused)
-    optimizer, scheduler = _optimizer_of(generator, fused)
+    (critic_optimizer, critic_schedule), (optimizer, schedule) = (_optimizer_of(m, fused) for m in (critic, generator))
     names = {
         "critic": critic, "generator": generator, "critic_optimizer": critic_optimizer,
-        "critic_scheduler": critic_scheduler, "optimizer": optimizer, "scheduler": scheduler,
+        "generator_optimizer": optimizer, "schedules": [critic_schedule, schedule],
         "critic_loss": lambda real, fake: (real - fake).float().mean(), "generator_loss": lambda fake: fake.mean(),
         "data": [(targets, inputs) for inputs, targets in _data()], "scaler": GradScaler("cpu", init_scale=2.0**10),
     }  # fmt: skip
     names = _run("Two optimizers", names)
     assert (critic.skipped(), generator.skipped()) == ({1}, {4})
-    assert (critic_scheduler.last_epoch, scheduler.last_epoch) == (STEPS - 1, STEPS - 1)
+    assert (critic_schedule.last_epoch, schedule.last_epoch) == (STEPS - 1, STEPS - 1)
     assert names["scaler"].get_scale() == 2.0**8
 
 
@@ -313,6 +303,116 @@ def test_a_trainer_that_takes_any_scaler(kind, fused):
         trainer.scaler.scale(_loss_fn(model(inputs), targets)).backward()
         skipped |= set() if trainer.step() else {step}
     assert skipped == model.skipped() == OVERFLOWS
+
+
+# --- rules of other programs, beside the lines of these programs
+
+
+def _clipped_step(scaler, loss, optimizer, parameters, max_norm):
+    """Take a step by the calls of MAE, Swin and ultralytics, in their order; return the norm."""
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm
+
+
+def _clipped_run(scaler, fused, bad, steps, after=lambda batch: None):
+    """Return the norm and the scale of each step, and the weights; `after` is called with the number of each step."""
+    model, run = _Model(bad), []
+    optimizer, _ = _optimizer_of(model, fused)
+    for batch, (inputs, targets) in enumerate(_data(steps)):
+        optimizer.zero_grad()
+        norm = _clipped_step(scaler, _loss_fn(model(inputs), targets), optimizer, model.parameters(), 0.1)
+        after(batch)
+        run.append((norm.item(), scaler.get_scale()))
+    return run, model.layer.weight.tolist()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_icefall(fused, monkeypatch):
+    """The policy has the scales and weights that icefall's lines give torch's scaler."""
+
+    def rule(batch):
+        scale = scaler.get_scale()
+        if batch % 100 == 0 and (scale < 8.0 or (scale < 32.0 and batch % 400 == 0)):
+            scaler.update(scale * 2.0)
+
+    exec(code_of("docs/policies.md", "A rule around DynamicScaling: icefall"), names := {})
+    policy = names["IcefallScaling"]()
+    check_policy(policy)
+    monkeypatch.setattr(type(policy), "rule", dataclasses.replace(policy.rule, growth_interval=60))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=60)
+    run = functools.partial(_clipped_run, fused=fused, bad={3, 100, 130, 131, 333}, steps=450)
+    assert run(GradScaler("cpu", policy=policy)) == run(scaler, after=rule)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_native_scaler(fused):
+    """MAE's and Swin's class has the same norms, scales and weights."""
+    loss_scaler = _run("MAE, Swin, BEiT, ConvNeXt", {"NativeScaler": SimpleNamespace})["loss_scaler"]
+    run = functools.partial(_clipped_run, fused=fused, bad=OVERFLOWS, steps=STEPS)
+    assert run(loss_scaler._scaler) == run(torch.amp.GradScaler("cpu"))
+
+
+class _Trainer:
+    """The parts of ultralytics' trainer that a step changes."""
+
+    def __init__(self, fused):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=fused)
+        self.ema = copy.deepcopy(self.model)
+
+    def _setup_train(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def train(self):
+        self._setup_train()
+        for batch, (inputs, targets) in enumerate(_data()):
+            self.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                outputs = self.model(inputs * (1e6 if batch in OVERFLOWS else 1.0))
+            _clipped_step(self.scaler, _loss_fn(outputs, targets), self.optimizer, self.model.parameters(), 10.0)
+            for name, average in self.ema.state_dict().items():
+                if average.is_floating_point():
+                    average.lerp_(self.model.state_dict()[name], 0.1)
+        return self
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ultralytics(fused, monkeypatch):
+    """An overflow of the forward pass stays out of BatchNorm's statistics and their average; weights are the same."""
+    monkeypatch.setitem(sys.modules, "ultralytics.models.yolo.detect", SimpleNamespace(DetectionTrainer=_Trainer))
+    yolo = SimpleNamespace(train=lambda trainer, fused: trainers.append(trainer(fused).train()))
+    trainers = [_Trainer(fused).train()]
+    _run("ultralytics", {"model": yolo, "options": {"fused": fused}})
+    assert [trainer.scaler.get_scale() for trainer in trainers] == [2.0**7] * 2
+    for pair in [trainer.model for trainer in trainers], [trainer.ema for trainer in trainers]:
+        bad = [{name for name, value in each.state_dict().items() if not value.isfinite().all()} for each in pair]
+        assert bad == [{"1.running_mean", "1.running_var"}, set()]
+        assert all(map(torch.equal, *(each.parameters() for each in pair)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("factor", [1.0, INF, float("nan")])
+def test_edm(factor, fused):
+    """EDM takes a bad step, and `guarded` skips it; the other steps have the same bits."""
+    skipped = {4} if factor != 1.0 else set()
+    models = []
+    for before, expected in ((True, set()), (False, skipped)):
+        models.append(net := _Model({4: factor}))
+        optimizer, average = torch.optim.Adam(net.parameters(), lr=0.1, fused=fused), []
+        names = {
+            "net": net, "optimizer": optimizer, "ema": average, "update_ema": list.append, "torch": torch,
+            "loss_fn": lambda net, pair: _loss_fn(net(pair[0]), pair[1]), "data": _data(),
+        }  # fmt: skip
+        exec(code_of(PAGE, "EDM, StyleGAN3: nan_to_num", before=before), names)
+        assert (net.skipped(), len(average)) == (expected, STEPS - len(expected))
+        assert bool(optimizer.state[net.layer.weight]["exp_avg_sq"].max() > 1e6) is (before and factor == INF)
+    assert all(map(torch.equal, models[0].weights[:5], models[1].weights[:5]))
+    assert torch.equal(models[0].layer.weight, models[1].layer.weight) is (not skipped)
 
 
 # --- resuming

@@ -1,6 +1,7 @@
 """The loops of docs/trainers.md for several ranks, on gloo; those of trainers beside loops with torch's scaler."""
 
 import itertools
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +13,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lossscale_torch import GradScaler
 from tests.adapters.pages import code_of
 from tests.adapters.test_torch_distributed import _local, _on_ranks
 from tests.adapters.test_torch_odd_optimizers import _Container
@@ -155,19 +155,27 @@ def _torchtitan(model, optimizer, schedule, max_norm, data):
     return _run(source, loss_fn=_loss_fn, **names)["scaler"]
 
 
+class _FSDPEngine(SimpleNamespace):
+    def _build_fsdp_module(self, module):
+        return module
+
+
 def _verl(model, optimizer, schedule, max_norm, data):
-    config, is_fsdp1 = SimpleNamespace(clip_grad=max_norm), isinstance(model, FullyShardedDataParallel)
-    engine = _run(code_of(PAGE, "verl"), FSDPEngine=SimpleNamespace)["Float16Engine"](optimizer_config=config)
-    engine.optimizer, engine.lr_scheduler, state = optimizer, schedule, None
+    registry = SimpleNamespace(register=lambda model_type, backends: lambda engine: engine)
+    sys.modules["verl.workers.engine"] = SimpleNamespace(EngineRegistry=registry, FSDPEngineWithLMHead=_FSDPEngine)
+    config, state = SimpleNamespace(clip_grad=max_norm), None
+    engine = _run(code_of(PAGE, "verl").replace("growth_interval=400, ", ""))["Float16Engine"](optimizer_config=config)
+    engine.optimizer = optimizer
     for micro_batches in data:
-        engine.scaler = GradScaler(**SETTINGS, norm_group=model.process_group if is_fsdp1 else None)
+        engine._build_fsdp_module(model)
         if state is not None:  # each step continues from a checkpoint
             engine.scaler.load_state_dict(state)
         optimizer.zero_grad()
         for micro_batch in micro_batches:
             engine.scaler.scale(_loss_fn(model(micro_batch), 1.0) / 2).backward()
         engine.optimizer_step()
-        engine.lr_scheduler_step()
+        if engine.scaler.last_step.applied:
+            schedule.step()
         state = engine.scaler.state_dict()
     return engine.scaler
 
@@ -184,7 +192,7 @@ def _compare(rank, world_size, recipe, layout):
         assert schedule.last_epoch == STEPS - len(CULPRITS) - (layout == "experts")
 
 
-LOOPS = [(_torchtitan, "fsdp2"), (_torchtitan, "experts"), (_verl, "fsdp2"), (_verl, "ddp"), (_verl, "fsdp1")]
+LOOPS = [(_torchtitan, "fsdp2"), (_torchtitan, "experts"), (_torchtitan, "ddp"), (_verl, "fsdp2"), (_verl, "fsdp1")]
 
 
 @needs_fsdp2_on_cpu
