@@ -56,6 +56,8 @@ class _OneReplica:
     call_once = staticmethod(lambda function: function())
 
 
+IndexedSlices: Any = tf.IndexedSlices if BACKEND == "tensorflow" else ()
+"""TensorFlow's type of sparse gradients, for `isinstance`; on another backend nothing is an instance."""
 native: Any = tensorflow if BACKEND == "tensorflow" else _OneReplica
 """The functions of `lossscale_keras.tensorflow`, or what replaces them on another backend."""
 
@@ -75,12 +77,6 @@ def is_traced(arrays: list[Any]) -> bool:
 def returns_gradients(loss: Any) -> bool:
     """Return whether this loss is scaled in a trace that stores nothing, but may return the gradients to any caller."""
     return is_compiling() or (BACKEND == "jax" and is_traced([loss]))
-
-
-def without_duplicates(leaf: Any) -> Any:
-    """Return TensorFlow's `IndexedSlices` as a tensor, with duplicates summed, and anything else as it is."""
-    is_sparse = BACKEND == "tensorflow" and isinstance(leaf, tf.IndexedSlices)
-    return tf.convert_to_tensor(leaf) if is_sparse else leaf
 
 
 def require_training() -> None:

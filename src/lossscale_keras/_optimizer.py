@@ -15,10 +15,9 @@ from lossscale_core.adapters import describe
 from lossscale_core.errors import CallOrderError, CheckpointWarning
 from lossscale_keras._backend import BACKEND, is_compiling, is_traced, native, require_training, returns_gradients, xp
 from lossscale_keras._losses import Losses, ScaledLoss
-from lossscale_keras._places import EAGER, HOST, TRACED, Traced, place_of
-from lossscale_keras._step import Checked, LastStep, NoState, States, check, is_overwritten, unscaled
-from lossscale_keras._stored import Stored
-from lossscale_keras._verbs import Tree, dense, scale
+from lossscale_keras._step import EAGER, HOST, TRACED, Checked, States, Traced, check, place_of, unscaled
+from lossscale_keras._stored import LastStep, NoState, Stored
+from lossscale_keras._verbs import Tree, dense, is_overwritten, scale
 from lossscale_keras.forwarding import forwarded
 
 
@@ -93,7 +92,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Args:
             var_list: The list of the variables to train.
         """
-        self._build_inner(var_list)
+        self._build_inner(self.inner_optimizer, var_list)
         # Not `Optimizer.build`, which would create averages and accumulators of the wrapper's own. Without tracking.
         self.__dict__["_trainable_variables"] = list(var_list)
         self.built = True
@@ -147,11 +146,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             OverflowStreakError: As from `check_limits`, in no graph; a limit makes each step read the state.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        gradients = list(grads)
+        self._require_pairs(gradients, variables)
         if is_compiling():  # torch.compile would break its graph where the record is read
-            self._take(list(grads), variables, self._state.read(1).loss_scale)
-            return
-        self._check_loss()
-        self._take(list(grads), variables, self._losses.last() if loss is None else self._named(loss).loss_scale)
+            loss_scale = self._state.read(1).loss_scale
+        else:
+            self._check_loss()
+            loss_scale = self._losses.last() if loss is None else self._named(loss).loss_scale
+        self._take(gradients, variables, loss_scale)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """Call `apply`, and return the count of applied steps.
@@ -195,13 +197,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _take(self, grads: list[Any], variables: list[Any], loss_scale: Any, is_summed: bool = False) -> None:
         """Take a step with gradients of a loss times `loss_scale`, if it is not None, or skip it."""
-        self._require_pairs(grads, variables)
         native.require_replica()
         place = place_of(grads)
         if place is TRACED and BACKEND == "jax":
             raise RuntimeError("apply reads a flag, which has no value under jax.jit; call stateless_apply there")
         if not self.built:
-            self._once(lambda: self._build_for(variables))
+            native.call_once(lambda: self._build_for(variables))
         grads = grads if is_summed else native.sum_over_replicas(grads)
         merges, max_norm = native.merges_replicas(), self._clips_to()
         checks_in = EAGER if place is HOST and merges else place  # what is merged are arrays
@@ -250,15 +251,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "again; make it without, and give this scale to the wrapper as its policy"
             )
 
-    _once = staticmethod(native.call_once)
+    _build_inner = staticmethod(lambda inner, variables: inner.build(variables))
     _is_overwritten = staticmethod(is_overwritten)
 
     def _build_for(self, variables: list[Any]) -> None:
         with keras.name_scope(self.name, caller=self), native.outside_traces(variables):
             self.build(variables)
-
-    def _build_inner(self, variables: list[Any]) -> None:
-        self.inner_optimizer.build(variables)
 
     def _apply_inner(self, grads: list[Any], variables: list[Any]) -> None:
         self._call_inner(self.inner_optimizer.apply, grads, variables)

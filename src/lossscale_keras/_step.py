@@ -1,6 +1,8 @@
-"""The parts of a step: the check of gradients, and their division."""
+"""The parts of a step: the places where it is decided, the check of gradients, and their division."""
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import keras
@@ -8,13 +10,91 @@ import numpy as np
 from keras import ops
 
 from lossscale_core.adapters import norm_by_unit
-from lossscale_keras._backend import BACKEND, native, xp
-from lossscale_keras._places import Traced
-from lossscale_keras._verbs import all_finite, at_least_float32, dense, parts
+from lossscale_keras._backend import BACKEND, IndexedSlices, is_traced, native, xp
+from lossscale_keras._stored import Stored
+from lossscale_keras._verbs import all_finite, at_least_float32, dense, is_overwritten, parts
+
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-class NoState(NamedTuple):
-    """The state without a guard: no numbers."""
+class Traced:
+    """Numbers have no values yet, and a condition is a part of the graph."""
+
+    xp: Any = xp
+    """The array namespace of the numbers; None for scalars on the host."""
+    cond: Any = staticmethod(ops.cond)
+    where: Any = staticmethod(xp.where)
+    is_finite: Any = staticmethod(xp.math.is_finite if BACKEND == "tensorflow" else xp.isfinite)
+    read: Any = staticmethod(Stored.read)
+    assign: Any = staticmethod(Stored.assign)
+    lock: Any = staticmethod(lambda owner: nullcontext())
+    """Return the context in which the state of an optimizer is read, updated and set."""
+    number: Any = staticmethod(lambda array: array)
+    """Return an array of shape `()` as a number of this place."""
+
+    def norm(self, total: Any, scale: Any) -> Any:
+        """Return the norm of unscaled gradients, whose scaled squares have this sum."""
+        return ops.sqrt(total) / ops.cast(scale, total.dtype)
+
+    def zero(self, dtype: str) -> Any:
+        """Return the norm of a step that needs none."""
+        return ops.zeros((), dtype)
+
+    def decision(self, finite: Any, norm: Any, known: Any) -> tuple[Any, Any]:
+        """Return the flag and the norm of a check, as a policy and a guard take them."""
+        return finite, ops.cast(norm, "float32") if "float64" in str(getattr(norm, "dtype", "")) else norm
+
+
+class Eager(Traced):
+    """Numbers are on the device, and the flag is read.
+
+    `ops.cond` would make JAX compile both functions at every step, and `torch.compile` start over.
+    """
+
+    @staticmethod
+    def cond(flag: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+        """Call one of two functions, which may assign variables."""
+        return yes() if bool(flag) else no()
+
+
+class Host(Eager):
+    """Numbers are read: an eager operation of TensorFlow takes longer than the whole update on the host."""
+
+    xp = None
+    is_finite = staticmethod(math.isfinite)
+    read = staticmethod(Stored.read_on_host)
+    assign = staticmethod(Stored.assign_changed)
+    lock = staticmethod(native.lock_of)
+
+    @staticmethod
+    def where(flag: bool, yes: Any, no: Any) -> Any:
+        """Return one of two numbers."""
+        return yes if flag else no
+
+    def number(self, array: Any) -> Any:
+        """Return the value of an array, or a number as it is."""
+        return array.numpy()
+
+    def norm(self, total: Any, scale: Any) -> Any:
+        """Return the norm as a host scalar."""
+        return np.sqrt(total) / scale
+
+    def zero(self, dtype: str) -> Any:
+        """Return a host scalar."""
+        return 0.0
+
+    def decision(self, finite: Any, norm: Any, known: Any) -> tuple[Any, Any]:
+        """Return host scalars."""
+        norm = float(norm)
+        return bool(known), norm if norm < _LARGEST_FLOAT32 else math.inf
+
+
+TRACED, EAGER, HOST = Traced(), Eager(), Host()
+
+
+def place_of(arrays: list[Any]) -> Traced:
+    """Return the place where a step with these arrays is decided."""
+    return TRACED if is_traced(arrays) else HOST if BACKEND == "tensorflow" else EAGER
 
 
 class States(NamedTuple):
@@ -22,17 +102,6 @@ class States(NamedTuple):
 
     scale: Any
     guard: Any
-
-
-class LastStep(NamedTuple):
-    """The record of the last step, which no checkpoint keeps."""
-
-    outcome: Any = np.int32(0)
-    """int32: 0 before the first step, 1 for an applied step, 2 for an overflow, 3 for a spike."""
-    loss_scale: Any = np.float32(0)
-    """float32: the scale of its loss."""
-    norm: Any = np.float32(0)
-    """float32: the norm of its unscaled gradients before clipping; 0 where it was not computed."""
 
 
 class Checked(NamedTuple):
@@ -105,7 +174,7 @@ def _division_by(divisor: Any) -> Callable[[Any], Any]:
     factor = 1.0 / divisor if BACKEND == "tensorflow" else None
 
     def divide(grad: Any) -> Any:
-        if grad.dtype != divisor.dtype or hasattr(grad, "indices"):  # `IndexedSlices` have no operators
+        if grad.dtype != divisor.dtype or isinstance(grad, IndexedSlices):  # these have no operators
             return ops.divide(grad, divisor)
         return grad / divisor if factor is None else grad * factor
 
@@ -115,14 +184,6 @@ def _division_by(divisor: Any) -> Callable[[Any], Any]:
 def _cast(grad: Any, dtype: Any) -> Any:
     standardize = keras.backend.standardize_dtype
     return grad if standardize(grad.dtype) == standardize(dtype) else ops.cast(grad, dtype)
-
-
-def is_overwritten(variable: Any) -> bool:
-    """Return whether a variable's gradients are its new values, as for float8 scales; these are never scaled.
-
-    Keras marks such variables: https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/common/variables.py
-    """
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _narrows(grad: Any, variable: Any) -> bool:

@@ -1,12 +1,28 @@
 """Numbers in Keras variables, such as the state of a policy."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from lossscale_keras._backend import BACKEND, xp
+
+
+class NoState(NamedTuple):
+    """The state without a guard: no numbers."""
+
+
+class LastStep(NamedTuple):
+    """The record of the last step, which no checkpoint keeps."""
+
+    outcome: Any = np.int32(0)
+    """int32: 0 before the first step, 1 for an applied step, 2 for an overflow, 3 for a spike."""
+    loss_scale: Any = np.float32(0)
+    """float32: the scale of its loss."""
+    norm: Any = np.float32(0)
+    """float32: the norm of its unscaled gradients before clipping; 0 where it was not computed."""
 
 
 class Stored:

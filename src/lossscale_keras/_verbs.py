@@ -8,7 +8,7 @@ from keras import ops
 
 from lossscale_core import ScaleState, as_policy
 from lossscale_core.adapters import loss_scale_of, require_flag, tree
-from lossscale_keras._backend import without_duplicates
+from lossscale_keras._backend import IndexedSlices, xp
 
 Tree = TypeVar("Tree")
 """An array, or a nested structure of arrays."""
@@ -129,6 +129,14 @@ def is_gradient(leaf: Any) -> bool:
     return keras.backend.standardize_dtype(leaf.dtype).startswith(("float", "bfloat", "complex"))
 
 
+def is_overwritten(variable: Any) -> bool:
+    """Return whether a variable's gradients are its new values, as for float8 scales; these are never scaled.
+
+    Keras marks such variables: https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/common/variables.py
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
 def at_least_float32(leaf: Any) -> Any:
     """Return an array in the dtype in which it is scaled: all below float32, and whole numbers, in float32."""
     leaf = leaf if hasattr(leaf, "dtype") else ops.convert_to_tensor(leaf)
@@ -137,7 +145,7 @@ def at_least_float32(leaf: Any) -> Any:
 
 def dense(leaf: Any) -> Any:
     """Return TensorFlow's `IndexedSlices` with duplicates summed, float8 in float32, and other arrays as they are."""
-    array = ops.convert_to_tensor(without_duplicates(leaf))
+    array = xp.convert_to_tensor(leaf) if isinstance(leaf, IndexedSlices) else ops.convert_to_tensor(leaf)
     return at_least_float32(array) if "float8" in str(array.dtype) else array
 
 

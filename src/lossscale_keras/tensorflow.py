@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["all_replicas", "is_distributed", "lock_of", "merges_replicas", "sum_of_squares", "unconverted"]
+__all__ = ["all_replicas", "call_once", "is_distributed", "lock_of", "merges_replicas", "sum_of_squares", "unconverted"]
 
 unconverted = tf.autograph.experimental.do_not_convert
 """A decorator that keeps AutoGraph from converting a function: the conversion takes seconds and is not needed."""

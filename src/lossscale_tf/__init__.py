@@ -15,8 +15,7 @@ except ModuleNotFoundError as error:
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, __version__
 from lossscale_tf import v1
 from lossscale_tf._report import overflow_report
-from lossscale_tf._state import init_state
-from lossscale_tf._verbs import all_finite, scale, select, unscale
+from lossscale_tf._verbs import all_finite, init_state, scale, select, unscale
 from lossscale_tf.keras import LossScaleLogger, LossScaleOptimizer
 
 __all__ = [  # without the subpackage `keras`: after `import *` its name would hide an imported Keras

@@ -209,12 +209,6 @@ def require_no_base_arguments(arguments: dict[str, Any]) -> None:
             )
 
 
-def scales_already(optimizer: Any) -> bool:
-    """Return whether an optimizer scales losses: a wrapper of TensorFlow, Keras, tf_keras or this package."""
-    # By name, since tf_keras need not be installed.
-    return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
-
-
 def require_policy_or_number(loss_scale: Any) -> None:
     """Raise `PolicyError` for an object with the methods of a loss scale manager, which changes its own variables."""
     if hasattr(loss_scale, "update_loss_scale"):

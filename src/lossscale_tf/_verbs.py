@@ -1,11 +1,11 @@
-"""The verbs that scale, check, unscale and select, on nested structures of tensors, `IndexedSlices` and `None`."""
+"""The five verbs, on nested structures of tensors, `IndexedSlices` and None."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from lossscale_core import ScaleState
+from lossscale_core import ScaleState, as_policy
 from lossscale_core.adapters import loss_scale_of, require_flag
 from lossscale_keras.tensorflow import all_replicas, sum_of_squares
 
@@ -14,6 +14,24 @@ Tree = TypeVar("Tree")
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 WIDE = frozenset({tf.float32, tf.float64, tf.complex64, tf.complex128})
 """The dtypes that can hold a loss scale."""
+
+
+def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
+    """Make the state before the first step. Does not synchronise with the host.
+
+    Args:
+        policy: Anything that `as_policy` accepts.
+        device: The name of the device to place the state on; TensorFlow's own choice if left out.
+
+    Returns:
+        The policy's NamedTuple of tensors of shape `()`, in float32 and int32.
+
+    Raises:
+        PolicyError: `policy` is not a policy.
+    """
+    start = as_policy(policy).init_state()
+    with tf.device(device):
+        return start._make(map(tf.constant, start))
 
 
 def scale(loss: Tree, state: ScaleState) -> Tree:
@@ -57,7 +75,8 @@ def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
         TypeError: A leaf is neither a tensor nor a number nor None.
         RuntimeError: `across_replicas` is set outside of a replica context.
     """
-    finite = finite_when_unscaled([as_tensor(leaf) for leaf in tf.nest.flatten(grads) if is_gradient(leaf)])
+    leaves = [leaf for leaf in tf.nest.flatten(grads) if is_gradient(leaf)]
+    finite = finite_when_unscaled([x if isinstance(x, tf.IndexedSlices) else tf.convert_to_tensor(x) for x in leaves])
     return all_replicas(finite) if across_replicas else finite
 
 
@@ -149,11 +168,6 @@ def is_gradient(leaf: Any) -> bool:
     else:
         raise TypeError(f"{leaf!r} is not a tensor; pass tensors, IndexedSlices or None, in dicts, lists and tuples")
     return bool(dtype.is_floating or dtype.is_complex)
-
-
-def as_tensor(leaf: Any) -> Gradient:
-    """Return `IndexedSlices` as they are, and anything else as a tensor."""
-    return leaf if isinstance(leaf, tf.IndexedSlices) else tf.convert_to_tensor(leaf)
 
 
 def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = None) -> tf.Tensor:

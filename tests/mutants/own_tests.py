@@ -61,7 +61,7 @@ TESTS = {
     """,
     "lossscale_keras": """
         _backend _stored: steps last_loss adapters/tensorflow_last_loss adapters/tensorflow_fit
-        _step _places: steps last_loss saving adapters/tensorflow_fit adapters/tensorflow_promises_keras@promise_052
+        _step: steps last_loss saving adapters/tensorflow_fit adapters/tensorflow_promises_keras@promise_052
         forwarding: steps adapters/tensorflow_promises_keras
         tensorflow: adapters/tensorflow_last_loss adapters/tensorflow_fit adapters/tensorflow_verbs
         tensorflow: adapters/tensorflow_promises_v1
@@ -74,8 +74,7 @@ TESTS = {
     """,
     "lossscale_tf": """
         _documented: mistakes promises_keras promises_v1 other_tools
-        _marks: last_loss promises_keras promises_v1
-        _state: mistakes promises_keras promises_v1 verbs
+        _wrappers: last_loss mistakes promises_keras promises_v1
         _report: mistakes verbs
         __init__: imports
         *: watch conformance/backends@tensorflow

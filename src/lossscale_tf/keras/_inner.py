@@ -10,7 +10,8 @@ import tensorflow as tf
 from lossscale_core import SpikeGuard, as_policy, policy_from_dict
 from lossscale_core.adapters import describe
 from lossscale_keras.tensorflow import is_distributed
-from lossscale_tf._documented import DynamicLossScale, FixedLossScale, scales_already
+from lossscale_tf._documented import DynamicLossScale, FixedLossScale
+from lossscale_tf._wrappers import scales_already
 
 
 def require_tensorflow() -> None:
@@ -92,11 +93,6 @@ def _is_of_tf_keras(config: dict[str, Any]) -> bool:
     return "is_legacy_optimizer" in settings or ("decay" in settings and "module" not in config)
 
 
-def is_keras_3(optimizer: Any) -> bool:
-    """Return whether an optimizer is of Keras 3, and not of tf_keras."""
-    return isinstance(optimizer, keras.optimizers.Optimizer)
-
-
 def as_tensorflow(variables: Any) -> list[Any]:
     """Return TensorFlow's variables, also from within Keras 3's variables."""
     return [each.value if isinstance(each, keras.Variable) else each for each in variables]
@@ -104,7 +100,7 @@ def as_tensorflow(variables: Any) -> list[Any]:
 
 def build(inner: Any, variables: Any) -> None:
     """Create the optimizer's variables."""
-    if is_keras_3(inner):
+    if isinstance(inner, keras.optimizers.Optimizer):
         inner.build(variables)
     elif hasattr(inner, "build"):
         inner.build(as_tensorflow(variables))
@@ -125,7 +121,7 @@ def set_iterations(inner: Any, value: Any) -> None:
     """Set the count of applied steps."""
     # Keras 3 counts micro-batches in it, and divides by their number in a step when it is read:
     # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
-    counter = inner._iterations if is_keras_3(inner) else inner.iterations
+    counter = inner._iterations if isinstance(inner, keras.optimizers.Optimizer) else inner.iterations
     counter.assign(value * (getattr(inner, "gradient_accumulation_steps", None) or 1))
 
 

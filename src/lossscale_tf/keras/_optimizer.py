@@ -13,13 +13,11 @@ from lossscale_core import BaseScaling, SpikeGuard
 from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_core.errors import CallOrderError
 from lossscale_keras.forwarding import forwarded
-from lossscale_keras.tensorflow import unconverted
+from lossscale_keras.tensorflow import call_once, unconverted
 from lossscale_tf._documented import documented_policy, require_no_base_arguments
-from lossscale_tf._marks import mark_gradient, mark_of, origins
-from lossscale_tf._state import warn_if_resumed
-from lossscale_tf._verbs import Gradient, Tree, as_tensor, is_gradient, scale_by, times, unscale_by
+from lossscale_tf._verbs import Gradient, Tree, is_gradient, scale_by, times, unscale_by
+from lossscale_tf._wrappers import mark_gradient, mark_of, origins, present_gradients, warn_if_resumed
 from lossscale_tf.keras import _inner
-from lossscale_tf.keras._inner import is_keras_3
 from lossscale_tf.keras._slots import Slots
 
 _apply_gradients: ContextVar[tuple[Any, bool]] = ContextVar("_apply_gradients", default=(None, False))
@@ -276,7 +274,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             gradients = gradients if loss_scale is None else unscale_by(gradients, loss_scale)
             gradients, loss_scale, is_summed = aggregate(gradients, variables), None, True
         if not self._steps.has_begun:
-            self._once(self._warn_if_resumed)
+            call_once(self._warn_if_resumed)
         self._steps.is_traced |= not tf.executing_eagerly()
         self._take(gradients, variables, loss_scale, is_summed)
 
@@ -336,7 +334,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         Around an optimizer of tf_keras the list can also be called and returns itself, as in tf_keras.
         """
         variables = [*self._variables, *self.weights]
-        return variables if is_keras_3(self.inner_optimizer) else _CallableList(variables)
+        return variables if isinstance(self.inner_optimizer, keras.optimizers.Optimizer) else _CallableList(variables)
 
     def get_weights(self) -> list[Any]:
         """Return the values of `weights`, as NumPy arrays."""
@@ -454,12 +452,10 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     # ---- optimizers of tf_keras
 
     _require_optimizer = staticmethod(_inner.require_optimizer)
-
-    def _build_inner(self, variables: list[Any]) -> None:
-        _inner.build(self.inner_optimizer, variables)
+    _build_inner = staticmethod(_inner.build)
 
     def _apply_inner(self, grads: list[Any], variables: list[Any]) -> None:
-        if is_keras_3(self.inner_optimizer):
+        if isinstance(self.inner_optimizer, keras.optimizers.Optimizer):
             super()._apply_inner(grads, variables)
         else:
             _inner.apply_summed(self.inner_optimizer, grads, variables)
@@ -558,14 +554,13 @@ def _are_summed(aggregation: dict[str, Any]) -> bool:
 def _present_gradients(grads: list[Any], variables: list[Any]) -> tuple[list[Gradient], list[Any]]:
     """Return the gradients that are not None, and their variables; raise an error if none can be applied."""
     _inner.require_no_session()
-    present = [each for grad, each in zip(grads, variables, strict=True) if grad is not None]
-    if not present:
+    pairs = present_gradients(zip(grads, variables, strict=True))
+    if not pairs:
         raise ValueError(f"none of the variables {[v.name for v in variables]} has a gradient")
-    if len(present) < len(variables):
+    if len(pairs) < len(variables):
         missing = [v.name for grad, v in zip(grads, variables, strict=True) if grad is None]
         warn_caller(f"no gradient exists for {', '.join(missing)}; they keep their values")
-    tensors = [as_tensor(grad) for grad in grads if grad is not None]
-    for tensor in tensors:
+    for tensor, _ in pairs:
         if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
             raise TypeError(f"a gradient of dtype {tensor.dtype.name} cannot be applied; differentiate floats")
-    return tensors, present
+    return [grad for grad, _ in pairs], [variable for _, variable in pairs]

@@ -6,8 +6,6 @@ from typing import Any
 
 import keras
 
-from lossscale_tf.keras._inner import is_keras_3
-
 
 class Slots:
     """The slots of one inner optimizer.
@@ -29,7 +27,7 @@ class Slots:
         """Add a slot for `variable`, and return its variable."""
         if hasattr(self._inner, "add_slot"):
             return self._inner.add_slot(variable, name, initializer)
-        if is_keras_3(self._inner):
+        if isinstance(self._inner, keras.optimizers.Optimizer):
             slot = self._inner.add_variable_from_reference(variable, name, initializer=initializer)
         else:
             value = keras.initializers.get(initializer)(variable.shape, variable.dtype)

@@ -10,10 +10,9 @@ import tensorflow as tf
 from lossscale_core import ScaleState, ScalingPolicy, StepInfo, check_limits, metrics, state_from_dict, state_to_dict
 from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_keras.tensorflow import merges_replicas
-from lossscale_tf._documented import policy_of, require_policy_or_number, scales_already
-from lossscale_tf._marks import mark_gradient, origins
-from lossscale_tf._state import warn_if_resumed
-from lossscale_tf._verbs import Gradient, as_tensor, at_least_float32, cast_for, scale
+from lossscale_tf._documented import policy_of, require_policy_or_number
+from lossscale_tf._verbs import Gradient, at_least_float32, cast_for, scale
+from lossscale_tf._wrappers import mark_gradient, origins, present_gradients, scales_already, warn_if_resumed
 from lossscale_tf.v1._step import Step
 
 _Optimizer: Any = tf.compat.v1.train.Optimizer
@@ -201,7 +200,7 @@ class LossScaleOptimizer(_Optimizer):
             warn_if_resumed(self.policy, self.scale_state, global_step)
         pairs = require_pairs(grads_and_vars, "apply_gradients")
         _require_variables([variable for _, variable in pairs])
-        present = [(as_tensor(grad), variable) for grad, variable in pairs if grad is not None]
+        present = present_gradients(pairs)
         if not present:
             raise ValueError(f"No gradients provided for any variable: {[v.name for _, v in pairs]}.")
         grads, variables = [grad for grad, _ in present], [variable for _, variable in present]

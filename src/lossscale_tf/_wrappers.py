@@ -1,10 +1,38 @@
-"""The marks of gradients that were unscaled."""
+"""Functions that both wrappers of this package use: checks of their arguments, and marks of unscaled gradients."""
 
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
+from lossscale_core import BaseScaling, ScalingPolicy
+from lossscale_core.adapters import format_number, warn_caller
+from lossscale_core.errors import CheckpointWarning
 from lossscale_tf._verbs import WIDE, Gradient
+
+
+def scales_already(optimizer: Any) -> bool:
+    """Return whether an optimizer scales losses: a wrapper of TensorFlow, Keras, tf_keras or this package."""
+    # By name, since tf_keras need not be installed.
+    return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
+
+
+def warn_if_resumed(policy: ScalingPolicy, state: Any, iterations: Any) -> None:
+    """Warn if the inner optimizer continues a run and the scale starts over; `iterations` are its steps."""
+    steps_before = int(tf.convert_to_tensor(iterations))
+    if steps_before > 0 and int(state.steps) == 0 and BaseScaling.of(policy).scales_losses:
+        warn_caller(
+            f"the wrapped optimizer has taken {steps_before} steps before, but the loss scale starts over at "
+            f"{format_number(float(state.loss_scale))}; to continue from a checkpoint, keep this optimizer in it, or "
+            "its state_dict() for load_state_dict()",
+            CheckpointWarning,
+        )
+
+
+def present_gradients(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Gradient, Any]]:
+    """Return the (gradient, variable) pairs with a gradient, which is then a tensor or `IndexedSlices`."""
+    present = [(grad, variable) for grad, variable in pairs if grad is not None]
+    return [(x if isinstance(x, tf.IndexedSlices) else tf.convert_to_tensor(x), variable) for x, variable in present]
 
 
 class Mark(NamedTuple):
