@@ -55,6 +55,13 @@ def test_a_loss_that_must_be_finite_too():
     assert POLICY.update(POLICY.init_state(), finite & jnp.isfinite(value), xp=jnp).skipped_steps == 1
 
 
+@pytest.mark.parametrize(("exponent", "is_finite"), [(15, True), (16, False), (17, False)])
+def test_a_float16_loss_is_infinite_at_a_scale_of_2_to_the_16(exponent, is_finite):
+    """As docs/troubleshooting.md says: every step at such a scale is skipped, although the true gradients are small."""
+    grad_of = value_and_grad(lambda x: (x * 1e-3).astype(jnp.float16))
+    assert grad_of(POLICY.init_state()._replace(loss_scale=jnp.float32(2.0**exponent)), 1.0).grads_finite == is_finite
+
+
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"guard": SpikeGuard()}])
 def test_a_step_can_be_differentiated(settings):
     """The derivative by the learning rate and the parameters is that of the optimizer alone."""
