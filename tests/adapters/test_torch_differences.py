@@ -198,7 +198,7 @@ def _interrupted(make_scaler):
 
 
 @difference(
-    "fused SGD whose first step overflows begins with momentum that was never written, often NaN", "nan", "-1.0"
+    "if the first step overflows, fused SGD begins with momentum that was never written, often NaN", "nan", "-1.0"
 )
 def _unwritten(make_scaler):
     param, optimizer = _one(torch.tensor([float("inf")]), fused=True, momentum=0.9)
