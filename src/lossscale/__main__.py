@@ -1,4 +1,4 @@
-"""The entry point of the `lossscale` command, which names the extra that a subcommand needs if it is not installed."""
+"""The entry point of the `lossscale` command. If a subcommand needs an extra that is missing, the error names it."""
 
 import sys
 
@@ -13,7 +13,7 @@ def main() -> None:
     `lossscale --version` needs no extra.
 
     Raises:
-        SystemExit: The command is done; the status is 2, after a message on stderr, for invalid input.
+        SystemExit: The command has ended. For invalid input the status is 2, and stderr has a message.
     """
     try:
         if sys.argv[1:] == ["--version"]:
@@ -24,7 +24,7 @@ def main() -> None:
         execute = parse()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        # A missing module of any other package is a fault, and its traceback is needed to find it.
+        # Other missing modules are faults of a package, and the traceback shows where.
         if package not in _EXTRAS:
             raise
         extra = _EXTRAS[package]
@@ -37,7 +37,7 @@ def main() -> None:
     except OSError as error:
         print(f"lossscale: stdout: {error.strerror}", file=sys.stderr)
         sys.exit(2)
-    execute()  # outside, since a script has errors of its own
+    execute()  # outside of `try`, because a script may raise the same errors
 
 
 if __name__ == "__main__":

@@ -24,44 +24,44 @@ from lossscale_core.errors import LossScaleError
 from lossscale_core.files import csv_lines
 from lossscale_core.testing import TITLES
 
-_MOST_WAITING, _MOST_LINES = 100, 10
+_MAX_WAITING_ROWS, _MAX_LINES = 100, 10
 _PARTS = ("_enabled", "_policy", "_state", "_watch", "_guard")
-"""What a scaler's `diagnose` reads. A scaler itself may keep a model alive."""
+"""The attributes that `diagnose` reads. A recording holds these, because a reference to a scaler may hold a model."""
 _LAUNCH = "start each process by torchrun ... -m lossscale run, or accelerate launch -m lossscale run"
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-# Before `start`, which gives these names to other classes.
+# The original classes: `start` binds these names to other classes.
 _GradScaler = lossscale_torch.GradScaler
-_OfTorch = torch.amp.GradScaler
+_TorchGradScaler = torch.amp.GradScaler
 _ShardedGradScaler = sharded_grad_scaler.ShardedGradScaler
 
 
 class Recording:
-    """The policy and the trace of this run, and what is known of the scalers that this process updated.
+    """The policy and the trace of this run, and views of the scalers that this process updated.
 
-    The first process of the run that updates a scaler writes the trace. A rank of `torch.distributed` has a trace of
-    its own. Other processes, such as those that a script forks, record nothing.
+    The first process that updates a scaler writes the trace. Each rank of `torch.distributed` writes a separate trace.
+    Other processes, for example processes that the script forks, do not record.
     """
 
     ended_by_usage_error = False
 
     def __init__(self, policy: ScalingPolicy | None, trace: Path | None) -> None:
         self.policy, self.trace, self._command = policy, trace, os.getpid()
-        # Ranks of a launcher other than torchrun have the same command line, and no process group yet.
+        # With launchers other than torchrun, the ranks have the same command line and no process group yet.
         is_rank = "TORCHELASTIC_RUN_ID" not in os.environ and any(name in os.environ for name in _RANKS)
         self._locked = None if is_rank else self._own_file()
         if self._locked is not None and not _lock(self._locked):
             raise LossScaleError(f"another run writes {self._locked}; wait until it ends, or pass another file")
-        # Forked processes share this lock, which the process that writes the trace never releases.
+        # Forked processes share this lock. The process that writes the trace holds it until its end.
         self._claim = (multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing).Lock()
         self._start_process()
         if hasattr(os, "fork"):
             os.register_at_fork(after_in_child=self._start_process)
-        atexit.register(self._finish)  # before the script registers anything, so that it comes last
+        atexit.register(self._finish)  # registered before the script's functions, so that it runs last
 
     def _start_process(self) -> None:
         self._file: Path | None = None
-        self._rows: list[tuple[Any, ...]] = []  # rows with numbers on a device
+        self._rows: list[tuple[Any, ...]] = []  # waiting rows, with numbers on a device
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._views: list[_GradScaler] = []
 
@@ -72,12 +72,12 @@ class Recording:
         return self.trace.with_suffix(f".rank{rank}{self.trace.suffix}")
 
     def add(self, scaler: Any, *row: Any) -> None:
-        """Add a row. Synchronises with a device every hundred rows at most."""
+        """Add a row. Synchronises with the host once per hundred rows if numbers are on a device."""
         if not self._views and (file := self._own_file()) is not None:
             is_free = file not in (self.trace, self._locked) or self._claim.acquire(block=False)
             if is_free and (file == self._locked or _lock(file)):
                 self._file = file
-                if os.getpid() != self._command:  # whose end atexit sees only if os.fork made it
+                if os.getpid() != self._command:  # `multiprocessing` ends a child process without atexit
                     multiprocessing.util.Finalize(None, self._finish, exitpriority=0)
             else:
                 self.say(f"process {os.getpid()} records nothing, since another process writes {file}; {_LAUNCH}")
@@ -87,13 +87,13 @@ class Recording:
         vars(self._views[number]).update({name: vars(scaler)[name] for name in _PARTS})
         self._rows.append((*row, number))
         is_waiting = any(isinstance(cell, torch.Tensor) and not cell.is_cpu for cell in row)
-        if not is_waiting or len(self._rows) >= _MOST_WAITING:
+        if not is_waiting or len(self._rows) >= _MAX_WAITING_ROWS:
             self._write()
 
     def say(self, line: str) -> None:
-        """Print a line to stderr, which the script may have closed."""
+        """Print a line to stderr."""
         rank, ranks = _rank()
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # the script may have closed stderr
             print(f"lossscale: {f'rank {rank}: ' if ranks > 1 else ''}{line}", file=sys.stderr, flush=True)
 
     def _write(self) -> None:
@@ -101,7 +101,7 @@ class Recording:
         if self._file is None or not rows:
             return
         try:
-            with open(self._file, "a+b") as file:  # opened each time: scripts fork and close files
+            with open(self._file, "a+b") as file:  # opened for each write, because scripts fork and close files
                 text = "".join(csv_lines(rows, () if file.tell() else TITLES))
                 if file.tell():  # a process that was killed, or a full disk, may have cut the last row
                     file.seek(-1, os.SEEK_END)
@@ -116,32 +116,32 @@ class Recording:
         views, self._views = self._views, []
         lines = [f"{f'scaler {n}: ' if len(views) > 1 else ''}{view.diagnose()}" for n, view in enumerate(views)]
         lines.sort(key=lambda line: "healthy: " in line)
-        if len(lines) > _MOST_LINES:
-            lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more scalers"]
+        if len(lines) > _MAX_LINES:
+            lines[_MAX_LINES:] = [f"and {len(lines) - _MAX_LINES} more scalers"]
         if not lines and os.getpid() == self._command and not self.ended_by_usage_error:
             lines = [f"no scaler was updated in this process; to record others, {_LAUNCH}"]
         for line in lines:
             self.say(line)
         with contextlib.suppress(OSError):
             if self._locked is not None and os.getpid() == self._command and not self._locked.stat().st_size:
-                self._locked.unlink()  # it was made for the lock
+                self._locked.unlink()  # `_lock` created the file, and it is still empty
 
 
 def _lock(path: Path) -> bool:
-    """Return whether no other run has a file; then it belongs to this process and those that it forks, to their end."""
+    """Lock a file for this process and its forks until they end. Return False if another run has locked it."""
     if sys.platform == "win32":
         with contextlib.suppress(OSError):
-            path.with_suffix(".pid").unlink(missing_ok=True)  # fails while the process that opened it runs
+            path.with_suffix(".pid").unlink(missing_ok=True)  # fails while the process that opened it is running
             os.write(os.open(path.with_suffix(".pid"), os.O_WRONLY | os.O_CREAT | os.O_EXCL), str(os.getpid()).encode())
             return True
         return False
     import fcntl
 
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)  # never closed: this would release the file
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)  # not closed, because closing releases the lock
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return not isinstance(error, BlockingIOError)  # other errors are those of a file system without locks
+        return not isinstance(error, BlockingIOError)  # a file system without locks raises other errors
     return True
 
 
@@ -155,7 +155,7 @@ def start(policy: ScalingPolicy | None, trace: Path | None) -> None:
     if policy is not None:
         RECORDING.say(f"--policy replaces the settings that the script gives its scaler: {policy!r}")
     for scaler, replaced, *modules in (
-        (Recorded, _OfTorch, torch.amp.grad_scaler, torch.amp, torch),
+        (Recorded, _TorchGradScaler, torch.amp.grad_scaler, torch.amp, torch),
         (_Own, _GradScaler, lossscale_torch),
         (_Sharded, _ShardedGradScaler, sharded_grad_scaler),
     ):
@@ -174,7 +174,7 @@ def _rank() -> tuple[int, int]:
     """Return this process's rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # otherwise scripts use these variables for what they like
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # without torchrun, scripts use these variables for other purposes
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return 0, 1
 
@@ -190,28 +190,28 @@ def _sizes(optimizer: Any, scale: Any) -> tuple[Any, Any] | None:
     dense = [grad.float() if grad.dtype is torch.float16 else grad for grad in dense]  # squares of float16 overflow
     norm, largest = (torch.nn.utils.get_total_norm(dense, order) / scale for order in (2.0, float("inf")))
     is_whole = all(map(operator.is_, grads, local))
-    return norm if is_whole else torch.full_like(norm, torch.nan), largest  # a rank with shards has a part of the norm
+    return norm if is_whole else torch.full_like(norm, torch.nan), largest  # shards give a part of the norm
 
 
 def _combined(sizes: list[tuple[Any, Any]]) -> Iterator[Any]:
-    """Yield the norm and the largest magnitude of the gradients of several optimizers, which may be on two devices."""
-    for function, each in zip((torch.hypot, torch.maximum), zip(*sizes, strict=True), strict=True):
-        yield functools.reduce(function, [size.to(each[0]) for size in each])
+    """Yield the norm and the largest magnitude of the gradients of several optimizers, also on several devices."""
+    for function, parts in zip((torch.hypot, torch.maximum), zip(*sizes, strict=True), strict=True):
+        yield functools.reduce(function, [part.to(parts[0]) for part in parts])
 
 
 class Recorded(_GradScaler):
-    """The scaler in the place of each: this library's, under the policy of the run if there is one."""
+    """Scaler of this library in the place of torch's scaler, with the command's policy if it has a policy."""
 
     @functools.wraps(_GradScaler.__init__)  # type: ignore[misc]  # for programs that read the signature
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if RECORDING.policy is not None:
-            given = inspect.signature(_GradScaler).bind(*args, **kwargs).arguments
-            args, kwargs = (), {name: given[name] for name in given if name not in _SETTINGS}
+            arguments = inspect.signature(_GradScaler).bind(*args, **kwargs).arguments
+            args, kwargs = (), {name: value for name, value in arguments.items() if name not in _SETTINGS}
             kwargs["policy"] = RECORDING.policy
         super().__init__(*args, **kwargs)
 
     def _open(self, optimizer: Any, caller: str) -> lossscale_torch.hooks.OptimizerStep:
-        """Measure the gradients when the script touches them first in a step: before they are unscaled or clipped."""
+        """Measure the gradients at the script's first call in a step, before they are unscaled or clipped."""
         record = super()._open(optimizer, caller)
         if "step" not in record:
             record["step"] = self.metrics()["steps"]
@@ -220,7 +220,7 @@ class Recorded(_GradScaler):
         return record
 
     def _end_step(self, info: Any) -> None:
-        """Write the row of a step before the hooks see its outcome, since one of them may end the run."""
+        """Write the row of a step before the hooks get its outcome, because a hook may end the run."""
         try:
             if info is not None:
                 records = [record for record in self._per_optimizer_states.values() if "step" in record]
@@ -237,10 +237,10 @@ class _Own(Recorded):
 
 
 class _Sharded(Recorded, _ShardedGradScaler):  # type: ignore[misc]  # its update returns None
-    """`ShardedGradScaler`, which takes the backoff factor before the growth factor, and float16 gradients."""
+    """`ShardedGradScaler`: the backoff factor precedes the growth factor, and it accepts float16 gradients."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(_ShardedGradScaler).bind(*args, **kwargs).arguments
-        if dist.is_initialized():  # the default there, which is looked up when the module is imported
-            given.setdefault("process_group", dist.group.WORLD)
-        Recorded.__init__(self, **given, half_gradients=True)
+        arguments = inspect.signature(_ShardedGradScaler).bind(*args, **kwargs).arguments
+        if dist.is_initialized():  # torch's default is read when its module is imported, which may be too early
+            arguments.setdefault("process_group", dist.group.WORLD)
+        Recorded.__init__(self, **arguments, half_gradients=True)

@@ -11,17 +11,17 @@ from lossscale_core.errors import LossScaleError
 
 
 def execute(program: list[str], *, is_module: bool) -> None:
-    """Execute a program as `__main__`; its exit status, output and tracebacks are those that it has without us.
+    """Execute a program as `__main__`, with the same exit status, output and tracebacks as without this library.
 
-    The module stays `sys.modules["__main__"]`, since functions that the script registered for the exit, its threads and
-    processes that it starts look for its classes there; `runpy.run_path` puts our own back.
+    The module stays `sys.modules["__main__"]`, where exit functions, threads and child processes of the script look for
+    its classes. `runpy.run_path` would restore the module of the command.
 
     Args:
         program: The path of the script, or the name of the module, and the arguments.
-        is_module: Whether the first is the name of a module.
+        is_module: Whether the first element is the name of a module.
 
     Raises:
-        SystemExit: The program is done, or cannot be found (status 2).
+        SystemExit: The program has ended, or does not exist (status 2).
     """
     sys.argv[:] = program
     main, code = _module(program[0]) if is_module else _script(program[0])
@@ -31,14 +31,15 @@ def execute(program: list[str], *, is_module: bool) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        frames = error.__traceback__ and error.__traceback__.tb_next  # the first is this function's
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
         sys.excepthook(type(error), error.with_traceback(frames), frames)
-        # The interpreter ends the process as for any error, and a KeyboardInterrupt by its signal.
+        # The interpreter then ends the process without a second traceback; a KeyboardInterrupt ends it by its signal.
         sys.excepthook = lambda *_: None
         raise
 
 
 def _script(path: str) -> tuple[ModuleType, CodeType]:
+    """Return the module and the code of a script, and set `sys.path` as `python SCRIPT` does."""
     full, main = os.path.abspath(path), ModuleType("__main__")
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -53,9 +54,10 @@ def _script(path: str) -> tuple[ModuleType, CodeType]:
 
 
 def _module(name: str) -> tuple[ModuleType, CodeType]:
+    """Return the module and the code of a module, and set `sys.path` and `sys.argv` as `python -m` does."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
-    sys.argv[0] = "-m"  # while the packages above it are imported
+    sys.argv[0] = "-m"  # during the import of its parent packages
     find: Any = runpy._get_module_details  # type: ignore[attr-defined]  # as `python -m` and pdb do
     try:
         _, spec, code = find(name, LossScaleError)

@@ -6,14 +6,14 @@ import platform
 
 from lossscale_core import __version__
 
-# Other builds of a package have distributions of other names.
+# Builds of a package may have several distribution names.
 _DISTRIBUTIONS = ("numpy", "torch", "jax", "optax", "flax", "tensorflow", "tensorflow-cpu", "keras", "tf_keras")
 
 
 def versions() -> str:
-    """Return a line each for lossscale, Python and the installed frameworks, without an import of them."""
+    """Return a line for lossscale, Python and each installed framework, without importing the frameworks."""
     lines = [f"lossscale {__version__}", f"python {platform.python_version()}"]
-    # The metadata is read instead of __version__, since an import of all frameworks takes some ten seconds.
+    # The metadata has the versions, too; importing all frameworks would take about ten seconds.
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             lines.append(f"{name} {importlib.metadata.version(name)}")

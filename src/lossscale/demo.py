@@ -1,8 +1,8 @@
 """The demo: a perceptron with a hand-written backward pass learns handwritten digits in real float16, on NumPy.
 
 With a loss weight of 1 the gradients of this network do not underflow in float16. The demo therefore uses a small
-weight, as multi-task, distillation and reinforcement learning do. Adam divides each gradient by its own magnitude, so
-that the weight has no effect in float32, but it does in float16 without scaling.
+weight, as multi-task, distillation and reinforcement learning do. Adam divides each gradient by its magnitude. In
+float32 the weight therefore has no effect, but in float16 without scaling, gradients flush to zero.
 """
 
 import bz2
@@ -22,19 +22,19 @@ _TRAINING_IMAGES, _BATCH_SIZE, _LEARNING_RATE = 1347, 512, 3e-3
 
 
 class Run(NamedTuple):
-    """One training run."""
+    """A training run."""
 
     steps: Any
     """float64, shape `(4, steps)`: loss before its weight, scale, 1 if skipped, largest unscaled gradient magnitude."""
     zero: float
-    """The share of elements that are zero in the last gradients."""
+    """The share of zero elements in the last gradients."""
     accuracy: float
-    """The share of test images recognised at the end."""
+    """The share of test images that the network recognises at the end."""
     final_scale: float
 
 
 def regimes(policy: core.ScalingPolicy) -> dict[str, tuple[str, core.ScalingPolicy]]:
-    """Return the storage dtype and the policy of each regime by its name; the last is float16 under `policy`."""
+    """Return the storage dtype and the policy of each regime by its name; the last regime is float16 with `policy`."""
     return {
         "float32": ("float32", core.NoScaling()),
         "float16, no scaling": ("float16", core.NoScaling()),
@@ -46,7 +46,14 @@ def regimes(policy: core.ScalingPolicy) -> dict[str, tuple[str, core.ScalingPoli
 @threadpool_limits.wrap(limits=1)  # for matrices this small, one thread is faster than several
 @np.errstate(over="ignore", invalid="ignore")
 def train(policy: Any, dtype: str, weight: float, seed: int, steps: int) -> Run:
-    """Train the digits with this weight of the loss, and return the run.
+    """Train the network and return the run.
+
+    Args:
+        policy: The policy.
+        dtype: The dtype of stored weights, activations and gradients.
+        weight: The weight of the loss.
+        seed: The seed of the weights and the batches.
+        steps: The number of steps.
 
     Raises:
         OverflowStreakError: The policy's `max_overflow_streak` is reached.
@@ -57,7 +64,7 @@ def train(policy: Any, dtype: str, weight: float, seed: int, steps: int) -> Run:
         params.append(rng.normal(0.0, np.sqrt(2.0 / n_in), (n_in, n_out)).astype(np.float32))
         params.append(np.zeros(n_out, np.float32))
     zeros = [np.zeros_like(param) for param in params]
-    learnt: Any = (params, zeros, zeros, 0)  # what a skipped step leaves as it was: Adam's averages and count, too
+    learnt: Any = (params, zeros, zeros, 0)  # with Adam's averages and count, which a skipped step must not change
     state: Any = core.init_state(policy)
     rows, count = [], len(params)
     batches = np.random.default_rng(seed).integers(0, _TRAINING_IMAGES, (steps, _BATCH_SIZE))
@@ -88,10 +95,10 @@ def _digits() -> tuple[Any, Any]:
 
 
 def _gradients(params: Any, dtype: str, images: Any, labels: Any, weight: Any) -> tuple[float, list[Any]]:
-    """Return the loss, and the gradients of `weight` times it: of the parameters, then of the layers' outputs.
+    """Return the loss, and the gradients of `weight` × loss: of the parameters, then of the layers' outputs.
 
-    Weights, activations and gradients are stored in `dtype`: small ones flush to zero, large ones overflow. Products
-    are summed in float32, as tensor cores do.
+    Weights, activations and gradients are stored in `dtype`: small values flush to zero, and large values overflow.
+    Products are summed in float32, as in tensor cores.
     """
     stored, images = [param.astype(dtype) for param in params], images.astype(dtype)
     outputs = _forward(stored, images)
@@ -100,17 +107,17 @@ def _gradients(params: Any, dtype: str, images: Any, labels: Any, weight: Any) -
     log_probabilities = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     rows, grad = np.arange(len(labels)), np.exp(log_probabilities)
     grad[rows, labels] -= 1.0
-    of_outputs, of_params = [(grad / np.float32(len(labels)) * weight).astype(dtype)], list[Any]()
-    for matrix, received in zip(stored[-2::-2], [*map(_relu, outputs[-2::-1]), images], strict=True):
-        grad = of_outputs[-1]
-        of_params += [grad.sum(axis=0, dtype=np.float32).astype(dtype), _product(received.T, grad).astype(dtype)]
-        if len(of_params) < len(stored):
-            of_outputs.append(np.where(received > 0, _product(grad, matrix.T), 0.0).astype(dtype))
-    return float(-log_probabilities[rows, labels].mean()), [*reversed(of_params), *reversed(of_outputs)]
+    output_grads, param_grads = [(grad / np.float32(len(labels)) * weight).astype(dtype)], list[Any]()
+    for matrix, inputs in zip(stored[-2::-2], [*map(_relu, outputs[-2::-1]), images], strict=True):
+        grad = output_grads[-1]
+        param_grads += [grad.sum(axis=0, dtype=np.float32).astype(dtype), _product(inputs.T, grad).astype(dtype)]
+        if len(param_grads) < len(stored):
+            output_grads.append(np.where(inputs > 0, _product(grad, matrix.T), 0.0).astype(dtype))
+    return float(-log_probabilities[rows, labels].mean()), [*reversed(param_grads), *reversed(output_grads)]
 
 
 def _forward(params: Any, images: Any) -> list[Any]:
-    """Return every layer's output before its rectifier; the last one holds the logits."""
+    """Return every layer's output before its rectifier; the last output has the logits."""
     outputs: list[Any] = []
     for matrix, bias in zip(params[::2], params[1::2], strict=True):
         inputs = _relu(outputs[-1]) if outputs else images
@@ -128,10 +135,10 @@ def _product(a: Any, b: Any) -> Any:
 
 
 def _adam(learnt: Any, grads: Any) -> Any:
-    """Take a step of Adam (Kingma and Ba, 2015); its epsilon is too small to notice the weight of the loss."""
+    """Return the result of a step of Adam (Kingma and Ba, 2015), with an epsilon far below the gradients."""
     params, means, squares, steps = learnt
     means = [m + 0.1 * (g - m) for m, g in zip(means, grads, strict=True)]
     squares = [s + 0.001 * (g * g - s) for s, g in zip(squares, grads, strict=True)]
-    seen, seen_square = 1.0 - 0.9 ** (steps + 1), 1.0 - 0.999 ** (steps + 1)
-    moments = [(m / seen) / (np.sqrt(s / seen_square) + 1e-16) for m, s in zip(means, squares, strict=True)]
+    mean_weight, square_weight = 1.0 - 0.9 ** (steps + 1), 1.0 - 0.999 ** (steps + 1)
+    moments = [(m / mean_weight) / (np.sqrt(s / square_weight) + 1e-16) for m, s in zip(means, squares, strict=True)]
     return [p - _LEARNING_RATE * m for p, m in zip(params, moments, strict=True)], means, squares, steps + 1

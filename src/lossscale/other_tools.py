@@ -27,7 +27,7 @@ from lossscale_core.errors import CheckpointError, LossScaleError, PolicyError
 __all__ = ["from_tool", "state_from_tool", "tools"]
 
 NEVER = 2**31 - 1
-"""A count that no run reaches."""
+"""A count that a run does not reach."""
 _UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
 _SETTINGS_OF = {"dynamic": tuple(core.DynamicScaling().settings()), "fixed": ("init_scale",), "none": ()}
 _TENSORFLOW = "/.ATTRIBUTES/VARIABLE_VALUE"  # ends a key in a checkpoint: https://www.tensorflow.org/guide/checkpoint
@@ -41,7 +41,7 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def tools() -> dict[str, str]:
-    """Return the names that `from_tool` and `state_from_tool` take, each with what it stands for."""
+    """Return the names that `from_tool` and `state_from_tool` accept, with the titles of the tools."""
     return {name: f"{tool['title'].replace('`', '')} ({tool['version']})" for name, tool in table().items()}
 
 
@@ -63,7 +63,7 @@ def _whole(value: Any) -> int:
 
 
 def _reached(value: Any, more: int = 0) -> int:
-    """Return a count that the tool compares with `==`, which is never reached if it is below 1 or a fraction."""
+    """Return a count that the tool compares with `==`. A count below 1 or a fraction is never equal: `NEVER`."""
     number = _real(value) + more
     return _whole(number) if 1 <= number < NEVER and number == int(number) else NEVER
 
@@ -100,7 +100,7 @@ READ: dict[str, Callable[[Any], dict[str, Any]]] = {
     "hysteresis; never backs off below 1": lambda v: {"hysteresis": _reached(v)},
     "refill_on_finite": lambda v: {"refill_on_finite": _flag(v)},
     "min_scale": lambda v: _floor(_real(v)),
-    # The documentation of flax shows its default as a text.
+    # The documentation of flax writes its default as text.
     "min_scale; none: 2**-126": lambda v: _floor(0.0 if v in (None, "float32 tiny") else _real(v)),
     "max_scale; none: 2**126": lambda v: {"max_scale": min(_real(v or math.inf), LARGEST_SCALE)},
     "FixedScaling unless dynamic": lambda v: _fixed_unless("dynamic", v),
@@ -109,20 +109,20 @@ READ: dict[str, Callable[[Any], dict[str, Any]]] = {
     "NoScaling if false": lambda v: {} if _flag(v) else {"kind": "none"},
     "nothing": lambda _: {},
 }
-"""The settings for the value of a key, by the text that stands in the table and on the migration page."""
+"""The settings for the value of a key, by the text in `other_tools.toml` and on the migration page."""
 
 
 def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
-    """Return the policy that acts as `config` does in another tool.
+    """Return the policy that acts like `config` in another tool.
 
-    Scales and skipped steps of every run are the same, exactly if all factors are powers of two, as long as the scale
-    stays between 2**-126 and 2**126. `docs/migrating.md` lists the differences.
+    The scales and the skipped steps of a run are the same while the scale is between 2**-126 and 2**126, bit for bit if
+    all factors are powers of two. `docs/migrating.md` lists the differences.
 
     Args:
-        name: The name of the tool, such as `"torch"`; `tools` returns all.
-        config: Its settings under its own names, with underscores or hyphens; numbers may be text. Keys left out, and
-            values of `"auto"`, of which a warning tells, take the tool's defaults. DeepSpeed's may be the whole JSON:
-            without ZeRO every overflow lowers the scale there, and so it does here.
+        name: The name of the tool, such as `"torch"`; `tools` returns all names.
+        config: The settings of the tool under its own names, with underscores or hyphens. Numbers may be text. Keys
+            that are left out, and values of `"auto"`, get the tool's defaults; `"auto"` causes a warning. For DeepSpeed
+            the config may be the whole JSON: without ZeRO every overflow lowers the scale there and in the policy.
 
     Returns:
         A `DynamicScaling`, `FixedScaling` or `NoScaling`.
@@ -141,9 +141,9 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
             f'{name}: {join_names(keys)} of "auto" is taken for the default of {name}; a trainer may fill in another '
             "value, so write the number"
         )
-    given = {key: value for key, value in values.items() if value is not None}
+    explicit = {key: value for key, value in values.items() if value is not None}
     for key, defaults in tool.get("defaults_by", {}).items():
-        values = {**values, **defaults.get(str(values.get(key)), {}), **given}
+        values = {**values, **defaults.get(str(values.get(key)), {}), **explicit}
     settings = _settings(name, tool, values)
     if tool.get("caps_init_scale") and settings["kind"] == "dynamic":
         settings["init_scale"] = min(settings["init_scale"], settings["max_scale"])
@@ -160,6 +160,7 @@ def _block(tool: dict[str, Any], config: Any) -> Any:
 
 
 def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:
+    """Return the table of a tool."""
     if isinstance(name, str) and name in table():
         return table()[name]
     raise error(unknown_name(name, "a tool that from_tool and state_from_tool read", table()))
@@ -197,18 +198,18 @@ def _settings(name: str, tool: dict[str, Any], values: Mapping[str, Any]) -> dic
     settings: dict[str, Any] = {"kind": "dynamic", **tool["rule"]}
     for bound in settings.keys() & {"min_scale", "max_scale"}:
         settings[bound] = min(max(settings[bound], SMALLEST_SCALE), LARGEST_SCALE)
-    for key, (how, default) in _keys(name, tool, values).items():
+    for key, (meaning, default) in _keys(name, tool, values).items():
         value = values.get(key, default)
         if key not in values and default == "required":
             raise PolicyError(f"{name} has no default for {key}; add it to the config")
-        settings.update(_read(name, key, how, default if value is None and key in tool.get("unset", ()) else value))
+        settings.update(_read(name, key, meaning, default if value is None and key in tool.get("unset", ()) else value))
     return settings
 
 
-def _read(name: str, key: str, how: str, value: Any) -> dict[str, Any]:
-    """Return the settings for one value. Raises `PolicyError` with the tool's own name of the key."""
+def _read(name: str, key: str, meaning: str, value: Any) -> dict[str, Any]:
+    """Return the settings for a value. Raises `PolicyError` with the tool's own name of the key."""
     try:
-        settings = READ[how](value)
+        settings = READ[meaning](value)
         for setting in settings.keys() - {"kind"}:
             check_setting(setting, settings[setting])
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -218,6 +219,7 @@ def _read(name: str, key: str, how: str, value: Any) -> dict[str, Any]:
 
 
 def _policy(name: str, settings: dict[str, Any]) -> core.ScalingPolicy:
+    """Return the policy with the settings that its kind has. Raises `PolicyError` with the name of the tool."""
     kind = settings["kind"]
     try:
         return core.policy_from_dict({key: settings[key] for key in ("kind", *_SETTINGS_OF[kind]) if key in settings})
@@ -237,41 +239,42 @@ def plain(value: Any) -> Any:
 
 
 def tools_of_config(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tools that know every key of a config, also of those that do not concern the scale.
+    """Return the names of the tools that know every key of a config, including keys that do not concern the scale.
 
-    A tool of whose block the config has the keys is the only one: Megatron's `fp16` is a flag, and DeepSpeed's a block.
+    If the config has the block of a tool, other tools are excluded: `fp16` is a block in DeepSpeed and a flag in
+    Megatron.
     """
     if blocks := [name for name, tool in table().items() if _block(tool, config) is not config]:
         return blocks
-    found = []
+    names = []
     for name, tool in table().items():
         with contextlib.suppress(PolicyError):
-            found += [name] if _keys(name, tool, _named(name, tool, config)) else []
-    return found
+            names += [name] if _keys(name, tool, _named(name, tool, config)) else []
+    return names
 
 
 def tools_of_checkpoint(checkpoint: Any) -> list[str]:
-    """Return the names of the tools that save a scaler under the most of these names, and not under fewer than two."""
-    found: dict[str, int] = {}
+    """Return the names of the tools that know the most names of a checkpoint; each tool knows the required names."""
+    counts: dict[str, int] = {}
     is_small = isinstance(checkpoint, Mapping) and len(checkpoint) < 1000  # a file may have a dict of all parameters
     for name, tool in table().items() if is_small else ():
         with contextlib.suppress(CheckpointError):
-            saved = _scaler_part(name, tool, checkpoint)
-            found[name] = len({*saved} & {*re.findall(r"\w+", str(tool["saved"])), *tool["keys"]})
-    return [name for name, count in found.items() if count == max(found.values())]
+            entries = _scaler_part(name, tool, checkpoint)
+            counts[name] = len({*entries} & {*re.findall(r"\w+", str(tool["saved"])), *tool["keys"]})
+    return [name for name, count in counts.items() if count == max(counts.values())]
 
 
 def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.PolicyLike | None = None) -> core.ScaleState:
     """Return the state with which a run continues where another tool's run stopped.
 
-    No tool saves the number of steps, so that `steps` starts at 0.
+    The tools do not save the number of steps, so `steps` starts at 0.
 
     Args:
-        name: The name of the tool, such as `"torch"`; `tools` returns all.
+        name: The name of the tool, such as `"torch"`; `tools` returns all names.
         checkpoint: The dict that the tool saved, or the attributes of its scaler (`vars(scaler)`). Numbers may be
             arrays of one element, and names may be paths of variables.
-        policy: The policy that continues the run, as anything that `as_policy` accepts, such as `from_tool` returns.
-            It may be left out if the checkpoint alone determines every counter.
+        policy: The policy that continues the run: anything that `as_policy` accepts, for example the result of
+            `from_tool`. It may be left out if the checkpoint alone determines every counter.
 
     Returns:
         The policy's state as host scalars.
@@ -281,36 +284,36 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.Polic
         PolicyError: `policy` is not a policy.
     """
     tool = _find(name, CheckpointError)
-    saved, layout = _scaler_part(name, tool, checkpoint), tool["saved"]
+    entries, layout = _scaler_part(name, tool, checkpoint), tool["saved"]
     keys = {**tool.get("more_keys", {}), **tool["keys"]}
-    known = {tool.get("names", {}).get(key, key): value for key, value in saved.items()}
-    known = {key: value for key, value in known.items() if key in keys and not keys[key][0].startswith("FixedScaling")}
-    known |= {key: 1.0 for key in known if keys[key][0].startswith("init_scale")}  # which may be the saved scale
+    config = {tool.get("names", {}).get(key, key): value for key, value in entries.items()}
+    config = {key: value for key, value in config.items() if key in keys and not keys[key][0].startswith("Fixed")}
+    config |= {key: 1.0 for key in config if keys[key][0].startswith("init_scale")}  # it may be the current scale
     try:
-        own = _policy(name, {**_settings(name, tool, known), "init_scale": 1.0, "kind": "dynamic", **_UNBOUNDED})
+        own = _policy(name, {**_settings(name, tool, config), "init_scale": 1.0, "kind": "dynamic", **_UNBOUNDED})
     except PolicyError as error:
         raise CheckpointError(f"a setting in the checkpoint of {name} is invalid: {error}") from None
     scaling = core.BaseScaling.of(own if policy is None else core.as_policy(policy))
-    fields: dict[str, Any] = {"loss_scale": _number(name, saved, layout["loss_scale"])}
+    fields: dict[str, Any] = {"loss_scale": _number(name, entries, layout["loss_scale"])}
     for key, names in {} if scaling.is_constant() else layout.items():
         if key == "growth_tracker":
-            fields[key] = _number(name, saved, names, least=0)
+            fields[key] = _number(name, entries, names, least=0)
         elif key == "since_overflow":
-            if policy is None and "growth_interval" not in str([keys[each] for each in known]):
+            if policy is None and "growth_interval" not in str([keys[setting] for setting in config]):
                 raise CheckpointError(
                     f"the growth tracker of {name} depends on growth_interval, which the checkpoint does not hold; "
                     f"pass policy=from_tool({name!r}, config), or --policy FILE to the command"
                 )
-            now, last = (_number(name, saved, each, least=-NEVER) for each in names)
+            now, last = (_number(name, entries, counter, least=-NEVER) for counter in names)
             if last >= now:
                 raise CheckpointError(f"{names[0]}={now} must be after {names[1]}={last}; pass what {name} saved")
             counted = now - last - 1 - getattr(scaling, "cooldown", 0)
             fields["growth_tracker"] = counted if counted < 0 else counted % scaling.growth_interval
-        elif key.startswith("hysteresis") and names in saved:
-            count = _number(name, saved, names, least=0 if key == "hysteresis_used" else -NEVER)
+        elif key.startswith("hysteresis") and names in entries:
+            count = _number(name, entries, names, least=0 if key == "hysteresis_used" else -NEVER)
             fields["hysteresis_tracker"] = {
                 "hysteresis_left": max(count, 0),
-                "hysteresis_down_to_1": count if count >= 1 else NEVER,  # below, it counts down without end
+                "hysteresis_down_to_1": count if count >= 1 else NEVER,  # below 1, the tool never backs off
                 "hysteresis_used": max(getattr(scaling, "hysteresis", 1) - count, 0),
             }[key]
     start = core.state_to_dict(scaling.init_state())
@@ -318,31 +321,31 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.Polic
 
 
 def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, Any]:
-    """Return the scaler's own dict in a checkpoint, without the paths and underscores of its names."""
+    """Return the entries of the scaler in a checkpoint; their names have no paths and no underscores at the start."""
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"state_from_tool takes a dict, not {describe(checkpoint)}; pass what {name} saved")
     layout = tool["saved"]
-    inner = [each for each in checkpoint if fnmatchcase(str(each), layout.get("within", ""))]
-    parts = [each for each in inner if isinstance(checkpoint[each], Mapping)]
+    inner = [key for key in checkpoint if fnmatchcase(str(key), layout.get("within", ""))]
+    parts = [key for key in inner if isinstance(checkpoint[key], Mapping)]
     if len(parts) > 1:
         raise CheckpointError(f"this checkpoint of {name} holds {len(parts)} scalers; pass one: {join_names(parts)}")
-    part, saved = checkpoint[parts[0]] if parts else {**checkpoint, **read_torch_keys(checkpoint)}, dict[str, Any]()
+    part, entries = checkpoint[parts[0]] if parts else {**checkpoint, **read_torch_keys(checkpoint)}, dict[str, Any]()
     for key in sorted(filter(lambda key: isinstance(key, str), part), key=lambda key: key.startswith("_")):
-        saved.setdefault(_AROUND_NAME.sub("", key.removesuffix(_TENSORFLOW)).lstrip("_"), part[key])
+        entries.setdefault(_AROUND_NAME.sub("", key.removesuffix(_TENSORFLOW)).lstrip("_"), part[key])
     required = [layout["loss_scale"], *layout.get("since_overflow", [layout.get("growth_tracker")])]
-    if missing := [names for names in required if not any(each in saved for each in names.split(" or "))]:
+    if missing := [names for names in required if not any(key in entries for key in names.split(" or "))]:
         raise CheckpointError(
             f"this is not a checkpoint of {name}'s scaler: it has no {', '.join(missing)}"
-            f"{'' if saved else ', and is empty, like that of a disabled scaler'}; "
+            f"{'' if entries else ', and is empty, like the checkpoint of a disabled scaler'}; "
             "pass state_from_tool the scaler's own part"
         )
-    return {key: plain(value) for key, value in saved.items()}
+    return {key: plain(value) for key, value in entries.items()}
 
 
-def _number(name: str, saved: Mapping[str, Any], names: str, least: int | None = None) -> Any:
+def _number(name: str, entries: Mapping[str, Any], names: str, least: int | None = None) -> Any:
     """Return the number under one of the names; with `least`, a whole number from it."""
-    key = next(each for each in names.split(" or ") if each in saved)
-    value = saved[key]
+    key = next(key for key in names.split(" or ") if key in entries)
+    value = entries[key]
     rule = "a number" if least is None else "a whole number" if least < 0 else "a whole number from 0"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or (least is not None and not (value == value // 1 and value >= least)):

@@ -25,7 +25,7 @@ def command(context: click.Context) -> None:
     """Loss scaling for float16 training: a demo, a simulator, runs of scripts, pictures, policies and checkpoints."""
     help_if_alone(context)
     if context.invoked_subcommand != "run" and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal with another encoding must not fail
+        sys.stdout.reconfigure(errors="replace")  # so that a terminal with another encoding raises no error
 
 
 for _module in (demo, simulate, run, plot, policy, checkpoint):
@@ -33,10 +33,13 @@ for _module in (demo, simulate, run, plot, policy, checkpoint):
 
 
 def parse(arguments: list[str] | None = None) -> Callable[[], None]:
-    """Do what the arguments say, `sys.argv` if they are left out, and return what is left to do: a script to execute.
+    """Run a subcommand, and return a function that executes the script of `lossscale run`, or does nothing.
+
+    Args:
+        arguments: The arguments of the command; `sys.argv` if they are left out.
 
     Raises:
-        SystemExit: The input is invalid; the status is 2, after one sentence on stderr.
+        SystemExit: The input is invalid. The status is 2, and stderr has one sentence.
     """
     try:
         result: Any = command.main(arguments, prog_name="lossscale", standalone_mode=False)

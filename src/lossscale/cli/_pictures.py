@@ -1,6 +1,6 @@
 """The command's pictures: the loss scale over the steps of a run, and the two panels of the demo.
 
-They have no background, and lines and text in colours that stand out from a light page and a dark one.
+The background is transparent. The colours are visible on light and on dark pages.
 """
 
 import io
@@ -30,15 +30,15 @@ _STYLE: Any = {
 
 
 def draw_trace(run: Trace, suffix: str) -> bytes:
-    """Return a picture of a run's loss scale, its skipped steps and, if it is known, its gradient norm."""
-    known = np.isfinite(run.norm) & (run.norm > 0)
-    has_norm = bool(known.any())
+    """Return a picture of a run's loss scale, its skipped steps and, if the trace has norms, its gradient norm."""
+    has_value = np.isfinite(run.norm) & (run.norm > 0)
+    has_norm = bool(has_value.any())
     with rc_context(_STYLE):
         figure = Figure(figsize=(8, 6 if has_norm else 4), layout="constrained")
         panels = figure.subplots(2 if has_norm else 1, 1, sharex=True, squeeze=False)[:, 0]
         _draw_scale(panels[0], run.step, run.scale, ~run.applied, "loss scale", color=_BLUE)
         if has_norm:
-            panels[1].plot(run.step[known], run.norm[known], color="#009e73", linewidth=1.0)
+            panels[1].plot(run.step[has_value], run.norm[has_value], color="#009e73", linewidth=1.0)
             panels[1].set(yscale="log", ylabel="gradient norm")
         panels[-1].set_xlabel("step")
         return _as_picture(figure, suffix)

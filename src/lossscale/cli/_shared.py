@@ -22,7 +22,7 @@ OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace results that
 
 
 def example(command: str) -> str:
-    """Return the last paragraph of a command's help, an example on a line of its own."""
+    """Return the last paragraph of a command's help: an example on its own line."""
     return f"\b\nExample:\n  {command}"
 
 
@@ -38,8 +38,8 @@ def say(line: str) -> None:
 
 
 def print_json(content: Any) -> None:
-    """Print the result of a subcommand as one JSON value; what JSON does not have, such as a set, becomes text."""
-    # Written in parts: a small file may hold a list that contains the same list twice at any number of levels.
+    """Print the result of a subcommand as one JSON value. A value that JSON does not have becomes text."""
+    # Written in parts, because a list that contains the same list twice at each level has a very long text.
     encoder = json.JSONEncoder(indent=2, skipkeys=True, check_circular=False, default=_to_plain)
     parts = encoder.iterencode(content)
     sys.stdout.writelines(itertools.islice(parts, _MOST_PARTS))
@@ -49,14 +49,15 @@ def print_json(content: Any) -> None:
 
 
 def _to_plain(value: Any) -> Any:
-    with contextlib.suppress(Exception):  # of any method of an object that is no array
+    """Return a small array as a list or number, and any other object as text."""
+    with contextlib.suppress(Exception):  # other objects have no `nbytes`, or raise any error
         if value.nbytes <= 2**16:
             return value.tolist()
     return describe(value)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of equal length in columns, the first one to the left and the others to the right."""
+    """Print rows of equal length as columns. The first column is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
@@ -64,15 +65,15 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def require_new(*paths: Path, overwrite: bool = False) -> None:
-    """Refuse to replace a file before the work begins; a broken symbolic link counts as a file."""
+    """Raise `UsageError` if a file exists, before the work begins. A broken symbolic link counts as a file."""
     for path in paths:
-        # Not `exists`, which is False for a broken link; the write would then fail after all the work.
+        # `exists` is False for a broken link; the write would then fail after all the work.
         if not overwrite and os.path.lexists(path):
             raise click.UsageError(f"{path} exists and is not overwritten; name another file, or pass --overwrite")
 
 
 def typed_policy(text: str) -> ScalingPolicy:
-    """Return the policy that was typed; a number is a fixed scale."""
+    """Return the policy for an argument of the command; a number is a fixed scale."""
     try:
         number = float(text)
     except ValueError:
@@ -83,8 +84,8 @@ def typed_policy(text: str) -> ScalingPolicy:
 @contextlib.contextmanager
 def warnings_as_lines() -> Iterator[None]:
     """Print each warning as one line on stderr."""
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         yield
-    for warning in caught:
+    for warning in records:
         say(f"lossscale: warning: {warning.message}")

@@ -1,4 +1,4 @@
-"""Traces: the CSV files that `lossscale run --trace` and the demo write."""
+"""Traces: CSV files that `lossscale run --trace` and the demo write."""
 
 import io
 from array import array
@@ -22,22 +22,22 @@ _LONGEST_LINE = 10_000
 
 
 class Trace(NamedTuple):
-    """One scaler's run, a row per update; each array has shape `(steps,)`."""
+    """The run of one scaler: arrays of shape `(steps,)` with an element for each update."""
 
     step: NDArray[np.float64]
     scale: NDArray[np.float64]
     applied: NDArray[np.bool_]
     overflowed: NDArray[np.bool_]
     norm: NDArray[np.float64]
-    """float64: the norm of the unscaled gradients, NaN where it is not known."""
+    """float64: the norm of the unscaled gradients, NaN if it is unknown."""
     gradient_max: NDArray[np.float64]
-    """float64: the largest magnitude of the unscaled gradients, NaN where it is not known."""
+    """float64: the largest magnitude of the unscaled gradients, NaN if it is unknown."""
 
 
 def read_trace(path: Path) -> Trace:
-    """Return the run of the first scaler in a CSV file; steps that a restarted run repeats count once.
+    """Return the run of the first scaler in a CSV file. If a restarted run repeats steps, the last rows count.
 
-    A row with too few cells was cut; it is left out with a warning.
+    A row with too few cells was cut; it is left out, with a warning.
 
     Raises:
         UsageError: The file does not hold a row for each step, or has more than 2**20 steps.
@@ -60,7 +60,7 @@ def read_trace(path: Path) -> Trace:
             scalers.add(row[_SCALER])
             if row[_SCALER] != 0.0:
                 continue
-            # A row that was counted, and those after it, if the step comes again.
+            # The step occurs again, so its earlier row and all later rows go.
             while rows and rows[-_WIDTH] + _is_counted(rows[_APPLIED - _WIDTH], rows[_OVERFLOWED - _WIDTH]) > row[0]:
                 del rows[-_WIDTH:]
             rows.extend(row)
@@ -69,7 +69,7 @@ def read_trace(path: Path) -> Trace:
     step, scale, applied, overflowed, _, norm, largest, _ = np.array(rows).reshape(-1, _WIDTH).T
     if not np.any(_is_counted(applied, overflowed)):
         raise click.UsageError(f"{path} holds no steps; pass a trace with a row per step")
-    if cut:  # by a full disk, or as a process was killed
+    if cut:  # by a full disk or a killed process
         say(f"lossscale: warning: {path}: rows that may have been cut are ignored, the first of them row {cut}")
     if len(scalers) > 1:
         say(f"lossscale: {path} has {len(scalers)} scalers; this is the first")
@@ -78,14 +78,14 @@ def read_trace(path: Path) -> Trace:
 
 
 def _rows(text: TextIO) -> Iterator[list[str]]:
-    """Yield the cells of each line, and only the first cell of a long line or one that may have been cut at its end."""
+    """Yield the cells of each line; of a long line, or of a last line without its end, only the first cell."""
     while line := text.readline(_LONGEST_LINE):
         cells = line.strip().replace('"', "").split(",")
         yield cells if line.endswith("\n") else cells[:1]
 
 
 def _is_counted(applied: Any, overflowed: Any) -> Any:
-    """Return whether the policy saw the step: it was applied or overflowed, and was not skipped for another reason."""
+    """Return whether the policy counted the step: it was applied or it overflowed."""
     return (applied != 0.0) | (overflowed == 1.0)
 
 

@@ -46,11 +46,11 @@ def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_
     if not isinstance(config, dict):
         raise PolicyError(f"{file} holds {describe(config)}, but must hold a dict of keys; pass another file")
     if tool is None:
-        found = tools_of_config(config)
-        if len(found) != 1:
-            which = f"{', '.join(found)} have" if found else "no tool has"
+        names = tools_of_config(config)
+        if len(names) != 1:
+            which = f"{', '.join(names)} have" if names else "no tool has"
             raise click.UsageError(f"{file}: {which} all of these keys; pass --from with one of {', '.join(tools())}")
-        (tool,) = found
+        (tool,) = names
     with warnings_as_lines():
         scaling = from_tool(tool, config)
     if out is None:

@@ -20,8 +20,8 @@ from lossscale.cli._shared import FILE, example, typed_policy
 def command(policy: str | None, trace: Path | None, is_module: bool, program: tuple[str, ...]) -> Callable[[], None]:
     """Run a PyTorch script with this library's scaler.
 
-    The script runs as it is, in this process, and its torch scaler is replaced. PROGRAM is a script, or with -m a
-    module, and its arguments. At exit a diagnosis goes to stderr. With several processes, run:
+    The script runs unchanged in this process, with another scaler in the place of torch's. PROGRAM is a script, or with
+    -m a module, and its arguments. At exit, stderr has a diagnosis. With several processes, run:
     torchrun --nproc-per-node 8 -m lossscale run --trace scale.csv train.py
     """
     scaling = None if policy is None else typed_policy(policy)

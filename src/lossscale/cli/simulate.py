@@ -13,7 +13,9 @@ from lossscale_core import BaseScaling, ScalingPolicy, diagnose, policy_to_dict,
 from lossscale_core.adapters import format_number
 
 _ONLY_FLAGS = "without gradient magnitudes the overflows do not react to the scale; a real run may differ"
-_WITH_MAGNITUDES = "gradients overflow above {dtype}'s largest number; those that did in the trace, from that scale on"
+_WITH_MAGNITUDES = (
+    "gradients overflow above {dtype}'s largest number, or where the trace overflowed at this scale or below"
+)
 
 
 @click.command("simulate", epilog=example("lossscale simulate policy.toml scale.csv"))
@@ -47,7 +49,7 @@ def command(policy: str, trace: Path, dtype: str, as_json: bool) -> None:
 
 
 def _simulated(scaling: ScalingPolicy, run: Trace, dtype: str) -> tuple[testing.Trace, str]:
-    """Return the policy's run and what its overflows come from."""
+    """Return the policy's run, and a sentence about its overflows."""
     if not np.isfinite(run.gradient_max[~run.overflowed]).any():
         return testing.simulate(scaling, ~run.overflowed), _ONLY_FLAGS
     at_limit = testing.LARGEST_NUMBER[dtype] / run.scale * (1.0 + 2.0**-40)
@@ -56,7 +58,7 @@ def _simulated(scaling: ScalingPolicy, run: Trace, dtype: str) -> tuple[testing.
 
 
 def _stretches(trace: testing.Trace, numbers: Any) -> list[dict[str, Any]]:
-    """Return a row for each stretch of steps under one loss scale; `numbers` are those of the recorded steps."""
+    """Return a row for each stretch of steps under one loss scale; `numbers` has the numbers of the recorded steps."""
     starts = [0, *(np.flatnonzero(np.diff(trace.loss_scale_used)) + 1).tolist()]
     rows = []
     for start, end in zip(starts, [*starts[1:], len(trace.skipped)], strict=True):
@@ -69,7 +71,8 @@ def _stretches(trace: testing.Trace, numbers: Any) -> list[dict[str, Any]]:
 
 
 def _summary(scaling: ScalingPolicy, trace: testing.Trace, numbers: Any) -> dict[str, Any]:
-    # A policy may add counters of its own, which the trace has as columns, too.
+    """Return the counts, the last scale and the diagnosis of a simulated run."""
+    # The trace also has columns for a policy's own counters.
     columns = {**trace._asdict(), "loss_scale": trace.loss_scale_after}
     last: Any = SimpleNamespace(**{name: column[-1] for name, column in columns.items()})
     limit = BaseScaling.of(scaling).max_overflow_streak
