@@ -25,6 +25,7 @@ class _Short(reprlib.Repr):
         self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 100, _LONGEST, _LONGEST
 
     def repr1(self, x: Any, level: int) -> str:
+        """Return the text of a value at a level of nesting."""
         shape = getattr(x, "shape", None)
         # An array in a small file may have more elements than fit in memory, if all of them are the same number.
         if isinstance(shape, tuple) and math.prod(shape) > 1:
