@@ -90,6 +90,16 @@ def test_a_compiled_step_serves_every_scale(fused):
     assert counts[-1] == counts[3], counts
 
 
+@pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, GradScaler])
+def test_a_full_graph_excludes_the_step_of_a_scaler(make_scaler):
+    """torch breaks the graph there, also with its own scaler."""
+    torch._dynamo.reset()
+    (param, optimizer), scaler = one(), make_scaler("cpu")
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda: scaler.step(optimizer), backend="eager", fullgraph=True)()
+
+
 def test_importing_leaves_the_compiler_alone():
     """It takes longer to import than this package, and a plain loop has no use for it."""
     code = "import sys, lossscale_torch; sys.exit('torch._dynamo' in sys.modules)"
