@@ -147,7 +147,7 @@ class RangeReport(NamedTuple):
 def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport:
     """Report which operation overflows, forward or backward, how much flushes to zero, and which loss scale fits.
 
-    The report runs `loss_fn` once and some ten backward passes at powers of two, and measures every computed float16,
+    The report runs `loss_fn` once and some five backward passes at powers of two, and measures every computed float16,
     bfloat16 and float8 tensor. During a report `GradScaler.attach` multiplies by the scale of each pass. Afterwards
     gradients, buffers and the states of the random number generators of Python, NumPy and torch are as before, also if
     `loss_fn` raises. Compiled code runs uncompiled. Synchronises with the host after every operation.
@@ -220,7 +220,7 @@ class Passes:
             )
 
     def report(self) -> RangeReport:
-        """Search the largest scale that fits, between one that fits and one that does not."""
+        """Search the largest scale that fits: predict it, test it, and bisect where the prediction fails."""
         report = self._of_forward
         if not math.isfinite(report.loss):
             return report
@@ -228,13 +228,18 @@ class Passes:
         if overflow := self.overflow_at(2.0**low):
             return report._replace(backward=tuple(self.at(2.0**low)[0]), overflows_first=overflow.cause)
         while high - low > 1:
-            middle = (low + high) // 2
+            # A backward pass is linear in its scale, so the magnitudes at one that fits predict the limit. A number that
+            # flushes to zero fits at 2**40 times this scale, too.
+            records = self.at(2.0**low)[0]
+            room = min((_room(record) for record in records if record.largest), default=40 if records else _LARGEST)
+            predicted = low + max(int(min(room, _LARGEST)), 1)
+            middle = predicted if predicted < high else (low + high) // 2
             low, high = (low, middle) if self.overflow_at(2.0**middle) else (middle, high)
         limit, half = 2.0**low, min(2.0 ** (low - 1), _DEFAULT.max_scale)
-        records, overflow = tuple(self.at(half)[0]), None if high > _LARGEST else self.overflow_at(2.0**high)
+        at_half, overflow = tuple(self.at(half)[0]), None if high > _LARGEST else self.overflow_at(2.0**high)
         flushed, at_one = (self._flushed(scale, limit) for scale in (half, 1.0))
-        above, cause = (limit, overflow.cause) if records and overflow else (math.inf, "")
-        return RangeReport(report.loss, report.forward, records, above, cause, flushed, at_one)
+        above, cause = (limit, overflow.cause) if at_half and overflow else (math.inf, "")
+        return RangeReport(report.loss, report.forward, at_half, above, cause, flushed, at_one)
 
     def overflow(self, loss_scale: float | None) -> Overflow | None:
         """Return what overflows first in the forward pass, or else in a backward pass at a scale."""
