@@ -12,7 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lossscale_torch import GradScaler, float32_plan, keep_in_float32, range_report
-from tests.adapters.overflowing_models import Attention, Experts
+from tests.adapters.overflowing_models import (
+    TRANSFORMERS,
+    Attention,
+    Experts,
+    make_loud,
+    model_of_timm,
+    model_of_transformers,
+)
+from tests.sweeping import IS_SWEEP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
@@ -75,7 +83,8 @@ def _net(*gains, **options):
 def _loss_fn(model, x, weight=1.0, dtype=torch.float32, autocast=True):
     def loss_fn():
         with torch.autocast("cpu", torch.float16, enabled=autocast):
-            return weight * model(x).to(dtype).square().mean()
+            out = model(x)
+            return weight * (out if dtype is None else out.to(dtype)).square().mean()
 
     return loss_fn
 
@@ -157,6 +166,34 @@ def test_inputs_of_a_kept_module():
     assert (out.dtype, x.dtype, x.unique().item()) == (torch.float32, torch.bfloat16, 2.0)
 
 
+@pytest.mark.parametrize("kind", ["alone", "compiled"])
+def test_a_kept_module_returns_half_precision_without_autocast(kind):
+    """Nothing casts the inputs of the layer that follows in a model in half precision."""
+    model, x = _net(1.0, 1.0)
+    expected = model(x)
+    model.half()
+    model.blocks[1].linear.float()
+    keep_in_float32(model, "blocks.1.linear")
+    out = WRAPPED[kind](model)(x.half())
+    assert out.dtype is torch.half
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_an_interrupt_leaves_no_module_in_float32():
+    """The modules before the interrupted one run as before."""
+
+    class Interrupted(nn.Linear):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "forward":
+                raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.Linear(4, 4), Interrupted(4, 4))
+    with pytest.raises(KeyboardInterrupt):
+        keep_in_float32(model, "*")
+    assert not any("forward" in vars(layer) for layer in model)
+
+
 def _half_later(model, x):
     keep_in_float32(model, "blocks.1")
     model.half()
@@ -182,7 +219,7 @@ REFUSED = {
     "half later": (_half_later, r"call float\(\) on it before the optimizer"),
     "weight only": (_weight_only, "first is kept in float32 and its weights are used without calling it"),
     "half unit": (lambda model, x: keep_in_float32(_in_units(model, torch.float16), "norm"), "a unit of its own"),
-    "in a half unit": (_unit_later, r"fully_shard\(.*'blocks.1'\), mp_policy=.*param_dtype=torch.float32"),
+    "in a half unit": (_unit_later, r"'blocks.1'\), mp_policy=.*float32\)\); .* add output_dtype=torch.float16"),
 }
 
 
@@ -218,6 +255,32 @@ def _layers(*layers, gain=1.0):
     return model, torch.randn(8, 6, 4)
 
 
+class Between(nn.Module):
+    """Layers whose results the model itself multiplies by a large gain and adds up."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = 1e6 * layer(self.norm(x)) + x
+        return self.norm(x)
+
+
+def _loud_head():
+    model, x = _net(1.0)
+    model.head.weight.data.mul_(1e4)
+    return model, x
+
+
+def _seeded(model_type):
+    torch.manual_seed(0)
+    return model_type(), torch.randn(8, 4)
+
+
 LOUD, ALWAYS_HALF = (1.0, 1e6), {"dtype": lambda x: torch.half}
 HOPELESS = "(aten.add_); the loss is nan; no module can"
 MANY = nn.Sequential(*(nn.Identity() for _ in range(20)))
@@ -231,12 +294,15 @@ PLANS = {
     "half buffer": (lambda: _net(*LOUD, dtype=lambda x: x.dtype), {}, ["blocks.1"], "forward overflows in blocks.1"),
     # The experts add float16 to a buffer, which becomes float32 when the layer before them is kept.
     "buffer later": (lambda: _layers(Experts(4, 1.0), gain=3e5), {}, ["0", "1"], "before: forward overflows in 0 ("),
-    "attention": (lambda: _layers(Attention(4, 3e3)), {}, ["1"], "before: forward overflows in 1 (aten.exp)"),
+    "attention": (lambda: _layers(Attention(4, 1e2)), {}, ["1"], "before: forward overflows in 1 (aten.exp)"),
     "always half": (lambda: _net(*LOUD, **ALWAYS_HALF), {}, [], f"in blocks.1 {HOPELESS}"),
     "always half, nested": (lambda: _layers(nn.Sequential(Block(1e6, **ALWAYS_HALF))), {}, [], f"in 1.0 {HOPELESS}"),
     "loss in half": (lambda: _net(1.0), {"dtype": torch.half, "weight": 1e7}, [], "\nforward overflows in loss_fn"),
+    "half loss": (_loud_head, {"dtype": None, "weight": 1e-4}, ["head"], "before: forward overflows in loss_fn (aten."),
+    "between": (lambda: _seeded(Between), {}, ["layers.0", "layers.1", "layers.2"], "(or layers.*)\n"),
+    "backward, between": (lambda: _seeded(Steep), {"weight": 1e4}, ["small"], "\nor keep nothing, and use"),
     "large loss": (lambda: _net(1.0), {"weight": 1e9}, [], "min_scale=2**-2"),
-    "backward": (lambda: _layers(Steep()), {"weight": 1e4}, ["1"], "\nor keep nothing, and use DynamicScaling("),
+    "backward": (lambda: _layers(Steep()), {"weight": 1e4}, ["1.small"], "\nor keep nothing, and use DynamicScaling("),
 }
 
 
@@ -245,27 +311,91 @@ def test_a_plan_says_what_to_do(name):
     """Which modules to keep, or that none helps; the forward pass first, and a smaller loss scale where one fits.
 
     A pattern stands for several modules; one of several blocks is named itself.
-
-    None can be left out, and with all of them a step at the scale that it recommends is applied.
     """
+    torch.manual_seed(0)
     make, options, modules, text = PLANS[name]
     model, x = make()
     loss_fn = _loss_fn(model, x, **options)
-    plan, passes = _counted_plan(model, loss_fn)
-    assert passes <= 25 * max(len(modules), 1)
-    assert list(plan.modules) == modules
-    assert plan.patterns == plan.modules or name == "several"
+    plan = _require_minimal_plan(model, loss_fn, modules)
+    assert plan.patterns == plan.modules or name in ("several", "between")
     assert all(each in repr(plan) for each in text.split(" ... "))
     assert plan.after.forward_finite is ("\nafter: finite; use " in str(plan))
+
+
+def _require_minimal_plan(model, loss_fn, modules):
+    """Require a plan of these modules: none can be left out, and with all of them a step is applied."""
+    plan, passes = _counted_plan(model, loss_fn)
+    assert passes <= 8 + 2 * max(len(modules), 1)
+    assert list(plan.modules) == modules
     for left_out in modules:
         with keep_in_float32(model, {*modules} - {left_out}):
             assert not _fits(model, loss_fn)
+    assert plan.after.forward_finite or not modules
     if plan.after.forward_finite:
         keep_in_float32(model, modules)
         scaler, optimizer = GradScaler("cpu", policy=plan.policy), torch.optim.SGD(model.parameters(), lr=0.0)
         scaler.scale(loss_fn()).backward()
         scaler.step(optimizer)
         assert scaler.update().applied
+    return plan
+
+
+MODELS = {
+    "T5": (r"encoder.block.1.*wo", ["encoder.block.1.layer.1.DenseReluDense.wo"]),
+    "Whisper": (r".*encoder.layers.0.fc1", [f"model.encoder.layers.0.fc{number}" for number in (1, 2)]),
+    "Qwen2": (
+        r".*layers.1.mlp.(gate|up)_proj",
+        [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")],
+    ),
+    "Mistral": (r".*down_proj", [f"model.layers.{number}.mlp.down_proj" for number in range(3)]),
+    "Mamba": (r".*layers.1.*x_proj", ["backbone.layers.1.mixer"]),
+    "Swin": (
+        r".*mlp.fc2",
+        [f"swin.encoder.layers.{layer}.blocks.{block}.mlp.fc2" for layer in (0, 1) for block in (0, 1)],
+    ),
+    "ViT": (r"blocks.1.mlp.fc1", ["blocks.1.mlp.fc1", "blocks.1.mlp.fc2"]),
+    "EfficientNet": (r".*conv_dw", ["blocks.0.0.conv_dw", "blocks.1.0.conv_dw", "blocks.1.1.conv_dw"]),
+}
+"""Which weights of models of transformers and timm are made large, and the modules of the plan."""
+
+
+@pytest.mark.parametrize("name", MODELS if IS_SWEEP else ["T5"])
+def test_a_plan_of_another_project(name, monkeypatch):
+    """Plans of models that are made from their configurations are minimal, and training works with them."""
+    torch.manual_seed(0)
+    pattern, modules = MODELS[name]
+    model, loss_of_model = model_of_transformers(name) if name in TRANSFORMERS else model_of_timm(name, monkeypatch)
+    make_loud(model, pattern)
+
+    def loss_fn():
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.float16):
+            return loss_of_model()
+
+    _require_minimal_plan(model, loss_fn, modules)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer returns a view
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_plan_under_fsdp2(autocast):
+    """The error shows the line that makes a unit in float32; with this unit the plan fits, and a step is applied."""
+
+    def make(line=""):
+        torch.manual_seed(0)
+        model, x = _layers(Attention(4, 1e2))
+        exec(line, {"model": model, "torch": torch} | {f.__name__: f for f in (fully_shard, MixedPrecisionPolicy)})
+        for layer in (*model, model):
+            if not hasattr(layer, "unshard"):
+                fully_shard(layer, mp_policy=HALF)
+        return model, _loss_fn(model, x, autocast=autocast)
+
+    with pytest.raises(ValueError, match=r"^1 has parameters in torch.float16; .*fully_shard") as refused:
+        float32_plan(*make())
+    line, _, more = str(refused.value).partition(": ")[2].partition("; without autocast add ")
+    model, loss_fn = make(line if autocast else line.replace("))", f", {more.split()[0]}))"))
+    plan = _require_minimal_plan(model, loss_fn, ["1"] if autocast else [])
+    assert plan.after.forward_finite
 
 
 def test_a_plan_takes_a_scale_of_one_and_tells_of_the_worst_batch():

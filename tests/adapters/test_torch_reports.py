@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from lossscale_core import DynamicScaling, NoScaling
 from lossscale_torch import GradScaler, overflow_report, range_report
 from tests.adapters.overflowing_models import Attention
+from tests.adapters.test_torch_distributed import _on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,9 +140,6 @@ def test_nan_without_infinity_is_predicted():
     assert (found[2048.0], found[2048.0].verdict) == ([], "every gradient is finite")
 
 
-# -- overflow_report ---------------------------------------------------------------------------------------------------
-
-
 # -- nothing changes ---------------------------------------------------------------------------------------------------
 
 
@@ -251,3 +250,19 @@ def test_nothing_is_changed(raises):
     for a, b in zip(before, after, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     assert all(torch.equal(param.grad, torch.ones_like(param)) for param in model.parameters())
+
+
+def _report_of_shards(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    x = torch.randn(4, 16) * (1 + 10 * rank)
+    for weight in (1.0, 1e-3, 1e9):
+        report = range_report(model, lambda weight=weight: weight * model(x).float().square().mean())
+        assert report.overflows_above < 2.0**40
+
+
+def test_ranks_of_a_sharded_model_report_their_own_batches():
+    """They run the same passes, though their shards and batches differ: each pass gathers the weights of all."""
+    _on_ranks(2, _report_of_shards)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -19,16 +19,20 @@ from lossscale_torch._extras._range_report import LOW_PRECISION, Overflow, Passe
 from lossscale_torch._gradients import at_least_float32
 
 _MAX_MODULES = 16
+_MAX_TRIALS = {"forward": 8, "backward": 1, "error": 0}
+"""How many modules to try that feed an overflow, the nearest first."""
+_CAST_BY_AUTOCAST = re.compile(r"\(aten\.\w*(mm|convolution|attention)")
+"""Operations that autocast runs in half precision, even if a module in float32 feeds them."""
 
 
 def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
     """Run the named modules in float32, inside `torch.autocast` and under FSDP2, too.
 
-    Their inputs in float16, bfloat16 and float8 are cast to float32, autocast is off inside, and what they return stays
-    in float32. It changes no `state_dict`, works under `torch.compile`, activation checkpointing and DDP, and a copy or
-    a pickle of the model keeps it. A module that is kept already stays as it is. What a module writes into an input in
-    place is written back, except in compiled code and in inference mode: keep the module around it there. Does not
-    synchronise.
+    Their inputs in float16, bfloat16 and float8 are cast to float32, autocast is off inside, and their results stay in
+    float32; without autocast they are cast back to the dtype of these inputs. The call changes no `state_dict`, works
+    under `torch.compile`, activation checkpointing and DDP, and a copy or a pickle of the model keeps it. A module that
+    is kept already stays as it is. A tensor that a module writes into an input is written back, except in compiled code
+    and in inference mode: keep the module around it there. Does not synchronise.
 
     Args:
         model: A module; DDP and `torch.compile` may be around it or its parts, and do not appear in the names.
@@ -49,7 +53,7 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
             f"keep_in_float32() was given {type(model).__name__} and {type(names).__name__}; it takes a module and the "
             "names of modules in it; call keep_in_float32(model, plan.modules)"
         )
-    modules, undo = _running_modules(model), ExitStack()
+    modules = _running_modules(model)
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
         matches = {name: module for name, module in modules.items() if name and _matches(name, pattern)}
@@ -62,13 +66,14 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
         chosen |= matches
     for name, module in chosen.items():
         _require_float32_parameters(module, name)
-    for name, module in chosen.items():
-        if not _is_kept(module):
-            before = {key: value for key, value in vars(module).items() if key == "forward"}
-            module.forward = functools.partial(_in_float32, module, name, module.forward)
-            undo.callback(vars(module).update, before)
-            undo.callback(vars(module).pop, "forward", None)
-    return undo
+    with ExitStack() as undo:
+        for name, module in chosen.items():
+            if not _is_kept(module):
+                before = {key: value for key, value in vars(module).items() if key == "forward"}
+                undo.callback(vars(module).update, before)
+                undo.callback(vars(module).pop, "forward", None)
+                module.forward = functools.partial(_in_float32, module, name, module.forward)
+        return undo.pop_all()
 
 
 def _running_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -86,14 +91,11 @@ def _is_kept(module: nn.Module) -> bool:
 def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     copies: dict[Tensor, Tensor] = {}
 
-    def cast(tensor: Tensor) -> Tensor:
-        return copies.setdefault(tensor, at_least_float32(tensor))
-
     def in_float32(value: Any) -> Any:
         # A list or a dict without such tensors is passed on itself, since the module may write into it.
         if not any(getattr(each, "dtype", None) in LOW_PRECISION for each in tree_leaves(value)):
             return value
-        return tree_map_only(Tensor, cast, value)
+        return tree_map_only(Tensor, lambda tensor: copies.setdefault(tensor, at_least_float32(tensor)), value)
 
     is_eager = not torch.compiler.is_compiling()
     if is_eager:
@@ -101,12 +103,17 @@ def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     places = [each.device.type for each in (*tensors, *itertools.islice(module.parameters(), 1))]
     device = next((place for place in places if place not in ("cpu", "meta")), "cpu")
+    is_autocast = torch.is_autocast_enabled(device)
     with torch.autocast(device, enabled=False):
         result = forward(*map(in_float32, args), **{key: in_float32(value) for key, value in kwargs.items()})
     for tensor, copy in copies.items() if is_eager else ():
         if copy is not tensor and not copy.is_inference() and copy._version:
             tensor.copy_(copy)  # the module has written into it
-    return result
+    half = next((tensor.dtype for tensor in tensors if tensor.dtype in LOW_PRECISION), torch.float32)
+    if is_autocast or half is torch.float32:
+        return result
+    # Without autocast the operation that follows would get float32 and its weights in half precision.
+    return tree_map_only(Tensor, lambda tensor: tensor.to(half) if tensor.dtype is torch.float32 else tensor, result)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -122,7 +129,8 @@ def _require_float32_parameters(module: nn.Module, name: str) -> None:
         raise ValueError(
             f"{name} has parameters in {half.pop()}; a module that is kept in float32 computes with parameters in "
             f"float32; call float() on it before the optimizer is made, or under FSDP2 make it a unit of its own: "
-            f"fully_shard(model.get_submodule({name!r}), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))"
+            f"fully_shard(model.get_submodule({name!r}), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)); "
+            "without autocast add output_dtype=torch.float16 to this policy"
         )
 
 
@@ -167,9 +175,10 @@ def float32_plan(
 ) -> Float32Plan:
     """Search the modules that must run in float32, so that neither the forward nor the backward pass overflows.
 
-    First it makes the forward pass finite, module by module. Modules for the backward pass follow only if no loss scale
-    of `at_least` fits. Then it drops what is not needed, and takes a part of a module where that is enough. At most 25
-    passes for each module and batch; like `range_report`, it changes nothing, and synchronises after every operation.
+    First it makes the forward pass finite, module by module. If an operation between modules overflows, it tries the
+    modules that feed it. Modules for the backward pass follow only if no loss scale of `at_least` fits. Then it drops
+    the modules that are not needed. The search mostly takes two to four passes for each module and batch, and five for
+    each of two reports; like `range_report`, it changes nothing, and synchronises after every operation.
 
     Args:
         model: The model, with its parameters in float32.
@@ -190,110 +199,128 @@ def float32_plan(
     loss_fns = loss_fn if isinstance(loss_fn, Sequence) else [loss_fn]
     for function in loss_fns:
         Passes.require_arguments(model, function, "float32_plan")
-    search = _Search(model, loss_fns)
+    search = _Search(model, loss_fns, at_least)
     before = search.report([])
     names: list[str] = []
     note = ""
-    forward: tuple[list[str], RangeReport] | None = None  # what makes the forward pass finite, if that is not enough
-    while overflow := search.overflow(names, at_least):
-        text = overflow.cause
-        if overflow.kind == "backward":
-            text = f"backward: overflows at a loss scale of {power_of(at_least)}, first in {text}"
-            names = names if forward else search.minimal(names, None)
-            forward = forward or (names, search.report(names) if names else before)
-        place = search.candidate(overflow.places, names)
-        if not place or len(names) >= _MAX_MODULES:
+    forward: list[str] | None = None  # the modules that make the forward pass finite, if they are not enough
+    while overflow := search.overflow(names):
+        if overflow.kind == "backward" and forward is None:
+            names = forward = search.minimal(names, "backward")
+        extended = search.extend(names, overflow)
+        if extended == names or len(names) >= _MAX_MODULES:
             hint = "no module can be kept for it; compute it in float32 there, or make the loss or its values smaller"
-            hint = f"{_MAX_MODULES} modules are kept already" if place else hint
-            note = f"{text}; {hint}" if overflow.places else text
+            hint = hint if extended == names else f"{_MAX_MODULES} modules are kept already"
+            cause = f"backward: overflows at a loss scale of {power_of(at_least)}, first in {overflow.cause}"
+            cause = cause if overflow.kind == "backward" else overflow.cause
+            note = f"{cause}; {hint}" if overflow.places else cause
             first = "".join(overflow.places[:1])
-            names = names[:-1] if overflow.kind == "error" else [each for each in names if not _is_in(first, each)]
-            names = forward[0] if forward else names
+            names = names[:-1] if overflow.kind == "error" else [name for name in names if not _is_in(first, name)]
+            names = names if forward is None else forward
             break
-        names = [*(name for name in names if not _is_in(name, place)), place]
+        names = extended
     else:
-        names = search.minimal(names, at_least)
-        if forward and forward[1].init_scale is not None:
-            note = f"or keep {', '.join(forward[0]) or 'nothing'}, and {str(forward[1]).splitlines()[-1]}"
+        names = search.minimal(names)
+        if forward is not None and (report := search.report(forward)).init_scale is not None:
+            note = f"or keep {', '.join(forward) or 'nothing'}, and {str(report).splitlines()[-1]}"
     patterns = dict.fromkeys(search.pattern(name, names) for name in names)
     running = len(search.modules) - 1
     return Float32Plan(tuple(names), tuple(patterns), before, search.report(names), running, note)
 
 
 class _Search:
-    """The passes of a search with some modules in float32."""
+    """The passes with different modules in float32; passes with the same modules run once."""
 
-    def __init__(self, model: nn.Module, loss_fns: Sequence[Callable[[], Tensor]]) -> None:
-        self.modules, self._loss_fns = _running_modules(model), loss_fns
+    def __init__(self, model: nn.Module, loss_fns: Sequence[Callable[[], Tensor]], at_least: float) -> None:
+        self.modules, self._loss_fns, self._at_least = _running_modules(model), loss_fns, at_least
         self._called: set[str] = set()
-        self._count = 0
+        self._results: dict[frozenset[str], tuple[Overflow | None, Any]] = {}
+
+    def overflow(self, names: list[str]) -> Overflow | None:
+        """Return what overflows first, in the forward pass or else at the smallest loss scale to accept."""
+        if frozenset(names) not in self._results:
+            self._results[frozenset(names)] = self._run(names, needs_report=False)
+        return self._results[frozenset(names)][0]
 
     def report(self, names: list[str]) -> RangeReport:
         """Return the worst of the batches' reports."""
-        reports = self._results(names, Passes.report)
-        return min(reports, key=lambda report: (report.forward_finite, report.overflows_above or 0.0))
+        if not self._results.get(frozenset(names), (None, None))[1]:
+            self._results[frozenset(names)] = self._run(names, needs_report=True)
+        return self._results[frozenset(names)][1]
 
-    def overflow(self, names: list[str], at_least: float | None) -> Overflow | None:
-        """Return what overflows first, in the forward pass or else at a loss scale."""
-        try:
-            return next(filter(None, self._results(names, lambda passes: passes.overflow(at_least))), None)
-        except RuntimeError as error:  # such as of index_add_, where a kept module's result meets a half buffer
-            if not names or isinstance(error, torch.OutOfMemoryError):
-                raise
-            named = {module: name for name, module in self.modules.items() if name}
-            running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-            places = [named[each] for each in running if isinstance(each, nn.Module) and each in named]
-            return Overflow(f"{', '.join(names)} cannot be kept: {error}", ((places or names)[-1],), "error")
+    def _run(self, names: list[str], needs_report: bool) -> tuple[Overflow | None, Any]:
+        """Return what overflows first, and the worst report; without one after an overflow if none is needed."""
+        overflow, reports = None, []
+        for loss_fn in self._loss_fns:
+            try:
+                with keep_in_float32(self.modules[""], names) as undo:
+                    passes = Passes(self.modules[""], loss_fn, undo)
+                    self._require_calls(passes)
+                    overflow = overflow or passes.overflow(self._at_least)
+                    if overflow and not needs_report:
+                        return overflow, None
+                    reports.append(passes.report())
+            except RuntimeError as error:  # such as of index_add_, where a kept module's result meets a half buffer
+                if not names or needs_report or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                named = {module: name for name, module in self.modules.items() if name}
+                running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+                places = [named[owner] for owner in running if isinstance(owner, nn.Module) and owner in named]
+                return Overflow(f"{', '.join(names)} cannot be kept: {error}", ((places or names)[-1],), "error"), None
+        return overflow, min(reports, key=lambda report: (report.forward_finite, report.overflows_above or 0.0))
 
-    def candidate(self, places: tuple[str, ...], names: list[str]) -> str:
-        """Return the first place outside the kept modules, or else what contains the kept one; empty if none does."""
-        container = next((name.rpartition(".")[0] for name in names if places and _is_in(places[0], name)), "")
-        place = next((each for each in places if not any(_is_in(each, name) for name in names)), container)
+    def _require_calls(self, passes: Passes) -> None:
+        """Raise `ValueError` if weights of a kept module are used and no pass has called the module."""
+        self._called |= passes.called & self.modules.keys()
+        called = {self.modules[name] for name in self._called}
+        for name, module in self.modules.items():
+            if _is_kept(module) and module not in called and not passes.leaves.isdisjoint(module.parameters()):
+                raise ValueError(
+                    f"{name} is kept in float32 and its weights are used without calling it; keep what uses them"
+                )
+
+    def extend(self, names: list[str], overflow: Overflow) -> list[str]:
+        """Return the names and a module that feeds the overflow, or else its place; the names alone if none helps."""
+        first = "".join(overflow.places[:1])
+        place = next((name.rpartition(".")[0] for name in names if _is_in(first, name)), first)
+        outside = [module for module in overflow.places if not any(_is_in(module, name) for name in names)]
+        if overflow.kind == "backward" and outside:
+            place = outside[0]
         while place and place not in self._called:
             place = place.rpartition(".")[0]
-        return place
+        feeders = [name for name in outside if name in self._called and name != place and _is_in(name, place or name)]
+        trials = 0 if _CAST_BY_AUTOCAST.search(overflow.cause) else _MAX_TRIALS[overflow.kind]
+        for feeder in feeders[:trials]:
+            try:
+                after = self.overflow([*names, feeder])
+            except ValueError:  # it has parameters in half precision
+                continue
+            if after is None or (_is_later(after, overflow) and (place or overflow.kind == "forward")):
+                return [*names, feeder]
+        return [*(name for name in names if not _is_in(name, place)), place] if place else names
 
-    def minimal(self, names: list[str], at_least: float | None) -> list[str]:
-        """Drop what is not needed, and take a part of a module where that is enough."""
+    def minimal(self, names: list[str], allowed: str = "") -> list[str]:
+        """Drop the modules without which nothing overflows, or only a pass of the allowed kind."""
         for name in names if len(names) > 1 else ():
-            rest = [each for each in names if each != name]
-            names = names if self.overflow(rest, at_least) else rest
-        for index in range(len(names)):
-            too_small: list[str] = []
-            for part in filter(self._called.__contains__, self.modules):  # a module precedes its parts
-                is_new = part != names[index] and not any(_is_in(part, each) for each in too_small)
-                in_time = self._count + 13 * len(self._loss_fns) < 25 * len(names) * len(self._loss_fns)
-                if _is_in(part, names[index]) and is_new and in_time:
-                    fewer = [*names[:index], part, *names[index + 1 :]]
-                    if self.overflow(fewer, at_least):
-                        too_small.append(part)
-                    else:
-                        names = fewer
+            rest = [other for other in names if other != name]
+            overflow = self.overflow(rest)
+            names = rest if overflow is None or overflow.kind == allowed else names
         return names
 
     def pattern(self, name: str, names: list[str]) -> str:
         """Return a pattern for the same part of several blocks, if all that it covers is alike; else the name."""
         star = re.sub(r"(?<=\.)\d+\b", "*", name)
-        covered = [each for each in self.modules if _matches(each, star)]
-        are_alike = len({type(self.modules[each]) for each in covered}) == 1
+        covered = [other for other in self.modules if _matches(other, star)]
+        are_alike = len({type(self.modules[other]) for other in covered}) == 1
         return star if are_alike and len(set(covered).intersection(names)) > 1 else name
-
-    def _results(self, names: list[str], read: Callable[[Passes], Any]) -> Iterator[Any]:
-        model = self.modules[""]
-        for loss_fn in self._loss_fns:
-            with keep_in_float32(model, names) as undo:
-                passes = Passes(model, loss_fn, undo)
-                result = read(passes)
-            self._count += 1 + len(passes.seen)
-            self._called |= passes.called & self.modules.keys()
-            called = {self.modules[name] for name in self._called}
-            for name, module in self.modules.items():
-                if _is_kept(module) and module not in called and not passes.leaves.isdisjoint(module.parameters()):
-                    raise ValueError(
-                        f"{name} is kept in float32 and its weights are used without calling it; keep what uses them"
-                    )
-            yield result
 
 
 def _is_in(name: str, container: str) -> bool:
     return f"{name}.".startswith(f"{container}.")
+
+
+def _is_later(overflow: Overflow, before: Overflow) -> bool:
+    """Return whether more of the model ran before the overflow than before another one."""
+    if overflow.kind == before.kind == "forward":
+        return not {*overflow.places} <= {*before.places}
+    return overflow.kind == "backward" and (before.kind == "forward" or before.places[0] not in overflow.places)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lossscale_core import DynamicScaling, NoScaling, ScalingPolicy
 from lossscale_torch._extras._attach import ATTACHED_SCALE
-from lossscale_torch._gradients import at_least_float32, values_of
+from lossscale_torch._gradients import at_least_float32, has_meshes, values_of
 from lossscale_torch._report import bad_gradients
 from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._verbs import all_finite, scaled
@@ -123,9 +123,8 @@ class RangeReport(NamedTuple):
             return ["backward: not run, since the loss is not finite before it is scaled"]
         policy, limit = self.policy, self.overflows_above
         if policy is None or limit is None:
-            where = f", first in {self.overflows_first}" if self.overflows_first else ""
             return [
-                f"backward: not finite even at a loss scale of {power_of(2.0**_SMALLEST)}{where}",
+                f"backward: not finite even at a loss scale of 2**{_SMALLEST}, first in {self.overflows_first}",
                 "look for a division by zero, or a root or logarithm of zero",
                 "without one, give the loss a smaller weight, or compute in float32 or bfloat16",
             ]
@@ -175,7 +174,7 @@ class Overflow(NamedTuple):
     cause: str
     """The operation, or the gradient of a parameter; of a forward pass the line of its report."""
     places: tuple[str, ...]
-    """Its module, if there is one, and in a backward pass those of the operations that follow."""
+    """Its module, if there is one, and the modules that feed it, the nearest first."""
     kind: str = "forward"
     """`"forward"`, `"backward"`, or `"error"` if the pass raised one."""
 
@@ -227,32 +226,35 @@ class Passes:
         low, high = (_SMALLEST, 0) if self.overflow_at(1.0) else (0, _LARGEST + 1)
         if overflow := self.overflow_at(2.0**low):
             return report._replace(backward=tuple(self.at(2.0**low)[0]), overflows_first=overflow.cause)
+        if not self.at(2.0**low)[0]:  # no gradient is computed in low precision
+            return report._replace(overflows_above=math.inf)
+        is_sharded = has_meshes() and torch.distributed.get_world_size() > 1  # then ranks must run the same passes
         while high - low > 1:
-            # A backward pass is linear in its scale, so the magnitudes at one that fits predict the limit. A number that
-            # flushes to zero fits at 2**40 times this scale, too.
-            records = self.at(2.0**low)[0]
-            room = min((_room(record) for record in records if record.largest), default=40 if records else _LARGEST)
+            # A backward pass is linear in its scale, so the magnitudes at one that fits predict the limit. Numbers that
+            # flush to zero fit at 2**40 times this scale, too.
+            room = min((_room(record) for record in self.at(2.0**low)[0] if record.largest), default=40)
             predicted = low + max(int(min(room, _LARGEST)), 1)
-            middle = predicted if predicted < high else (low + high) // 2
+            middle = (low + high) // 2 if predicted >= high or is_sharded else predicted
             low, high = (low, middle) if self.overflow_at(2.0**middle) else (middle, high)
         limit, half = 2.0**low, min(2.0 ** (low - 1), _DEFAULT.max_scale)
         at_half, overflow = tuple(self.at(half)[0]), None if high > _LARGEST else self.overflow_at(2.0**high)
         flushed, at_one = (self._flushed(scale, limit) for scale in (half, 1.0))
-        above, cause = (limit, overflow.cause) if at_half and overflow else (math.inf, "")
+        above, cause = (limit, overflow.cause) if overflow else (math.inf, "")
         return RangeReport(report.loss, report.forward, at_half, above, cause, flushed, at_one)
 
-    def overflow(self, loss_scale: float | None) -> Overflow | None:
+    def overflow(self, loss_scale: float) -> Overflow | None:
         """Return what overflows first in the forward pass, or else in a backward pass at a scale."""
         report = self._of_forward
         if report.forward_finite:
-            return None if loss_scale is None else self.overflow_at(loss_scale)
-        return Overflow(report._forward_line(), (report._overflow.module,) if report._overflow else ())
+            return self.overflow_at(loss_scale)
+        records = itertools.dropwhile(lambda record: record is not report._overflow, reversed(report.forward))
+        return Overflow(report._forward_line(), tuple(dict.fromkeys(record.module for record in records)))
 
     def overflow_at(self, loss_scale: float) -> Overflow | None:
         """Return what overflows first in a backward pass at a scale: an operation, or else a parameter's gradient."""
         records, bad = self.at(loss_scale)
         if later := [*itertools.dropwhile(lambda record: not record.overflowed, records)]:
-            return Overflow(str(later[0]), tuple(record.module for record in later), "backward")
+            return Overflow(str(later[0]), tuple(dict.fromkeys(record.module for record in later)), "backward")
         if bad:  # a backward pass begins at the last module
             return Overflow(f"the gradient of {bad[-1]}", (bad[-1].rpartition(".")[0],), "backward")
         return None
