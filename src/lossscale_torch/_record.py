@@ -110,6 +110,11 @@ class OptimizerStep(dict[str, Any]):
         return combine(self.flags.values(), device) == 0.0
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the record has a flag, or a stage after READY, so that `update` must end its step."""
+        return self["stage"] is not READY or bool(self["found_inf_per_device"])
+
+    @property
     def had_gradients(self) -> bool:
         """Whether the optimizer had gradients; without them a step changes no parameters."""
         return self.is_done or self.kind is LEGACY or bool(flags_of([self], vetoes=False))

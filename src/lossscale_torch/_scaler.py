@@ -192,6 +192,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
 
     def _begin_step(self) -> None:
         """Forget the losses and the records of the last step."""
+        self._is_dropped = False  # True if `load_state_dict` has dropped a step that `update` is still to end
         self._losses: list[Tensor | None] = []
         self._steps = OptimizerSteps(OptimizerStep)
 
@@ -459,13 +460,13 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         records = self._waiting.leave_out(self._steps) if self._waiting.optimizers else self._steps
         state, steps, has_record, may_read = self._state, records.values(), False, False
         for step in steps:
-            has_record = has_record or step["stage"] is not READY or bool(step["found_inf_per_device"])
+            has_record = has_record or step.has_begun
             may_read = may_read or step.kind is PLAIN
         if state.scale is None and (new_scale is not None or not has_record):
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
             new_scale = check_new_scale(new_scale, self._device, self.policy)
-        elif not has_record:
+        elif not (has_record or self._is_dropped):
             raise AssertionError("No inf checks were recorded prior to update.")
         info = None
         try:
@@ -476,6 +477,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
             had_gradients = bool(flags_of(steps, vetoes=False)) if decision is None else decision[0]
             outcome = state.advance(self._policy, steps, decision, had_gradients and new_scale is None)
             applied, used, after, streak, overflowed, spiked = outcome
+            applied = applied if has_record else False
             if new_scale is not None:
                 after = state.change_scale(new_scale, self.policy)
 
@@ -596,12 +598,12 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
             self._place_beside(optimizer)
         elif self._state.scale is None:
             self._check_scale_growth_tracker(caller)
-        elif self._needs_new_loss:
+        elif self._needs_new_loss and not self._waiting.has(optimizer):
             raise CallOrderError(
                 f"{caller}() was given gradients of a step in which load_state_dict() has replaced the loss scale; "
                 "scale another loss, and call backward, before this step"
             )
-        elif self.last_step.by_optimizer is not None:
+        elif not self._loss_is_optional and self.last_step.by_optimizer is not None:
             self._loss_is_optional = True
             warn_caller(
                 "no loss was scaled since the last update(), so that gradients may be divided by a scale that their "
@@ -814,8 +816,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
 
         A scaler without `policy=` adopts the factors and the interval of the checkpoint, as torch's scaler does. A
         scaler with `policy=` keeps its policy, and a `CheckpointWarning` names each difference. A state on a device is
-        changed in place, so that captured graphs use it. A step that has begun is dropped: scale another loss before
-        the next `step`, which otherwise raises `CallOrderError`.
+        changed in place, so that captured graphs use it. A step that has begun is dropped: its `update` changes
+        nothing, and `step` raises `CallOrderError` until you scale another loss, except for `optimizers=`.
 
         Raises:
             RuntimeError: For an empty dict, as torch's scaler raises it.
@@ -827,7 +829,9 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         policy, state = read_checkpoint(state_dict, self.policy, self._follows_checkpoint)
         # A loss of a captured graph is None here, and each replay scales it again.
         self._needs_new_loss |= bool(self._losses) and self._losses[-1] is not None
+        is_dropped = self._is_dropped or any(step.has_begun for step in self._steps.values())
         self._abandon()
+        self._is_dropped = is_dropped
         with self._loading(state_dict, self._stateful_hooks()):
             self._load(state, policy)
             self.policy = policy

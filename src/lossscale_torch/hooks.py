@@ -266,14 +266,14 @@ class Waiting(Hook):
 
         If only such records exist, returns all records.
         """
-        return {
-            key: step
-            for key, step in records.items()
-            if (step.flags or step["stage"] is not READY) and not self._is_unscaled(step)
-        } or records
+        return {key: step for key, step in records.items() if step.has_begun and not self._is_unscaled(step)} or records
 
     def _is_unscaled(self, step: OptimizerStep) -> bool:
-        return step["stage"] is UNSCALED and _is_among(step.optimizer, self.optimizers)
+        return step["stage"] is UNSCALED and self.has(step.optimizer)
+
+    def has(self, optimizer: Optimizer | None) -> bool:
+        """Return whether the gradients of an optimizer may wait."""
+        return _is_among(optimizer, self.optimizers)
 
     @torch.no_grad()
     def rescale(self, scaler: "GradScaler", factor: float | Tensor) -> None:

@@ -146,12 +146,29 @@ def test_a_state_that_is_loaded_in_the_middle_of_a_step(fused, before, call, dev
             scaler.load_state_dict(saved)
             with pytest.raises(CallOrderError, match="replaced the loss scale; scale another loss, and call backward"):
                 getattr(scaler, call)(optimizer, *calls.get(call, []))
+        if before is not None:  # torch's scaler goes on, too
+            assert scaler.update().applied is False
+            assert scaler.get_scale() == 2.0
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler.update()
         scaler.skip(optimizer)
         assert not scaler.update().applied
         assert take_step(scaler, optimizer, 1.0).loss_scale_used == 2.0
         assert param.item() == weight - 0.5
+
+
+@EITHER_KIND
+@pytest.mark.parametrize("make", [GradScaler, torch.amp.GradScaler])
+def test_an_update_after_a_state_was_loaded(make, fused):
+    """Between `step` and `update`: the loop of torch's scaler goes on, and so does the same loop with this one."""
+    (param, optimizer), scaler = one(fused), ready(make, init_scale=8.0)
+    param.grad = torch.full((1,), 4.0)
+    scaler.step(optimizer)
+    scaler.load_state_dict(make("cpu", init_scale=2.0).state_dict())
+    scaler.update()
+    assert (param.item(), scaler.get_scale()) == (0.5, 2.0)
+    take_step(scaler, optimizer, 1.0)
+    assert (param.item(), scaler.get_scale()) == (0.0, 2.0)
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])

@@ -176,6 +176,11 @@ def test_gradients_that_were_unscaled_early_wait_scaled(fused, way, new_scale, w
     elif way == "load":
         scaler.load_state_dict({**scaler.state_dict(), **dict.fromkeys(("scale", "loss_scale"), new_scale or 4.0)})
     assert [param.grad.item() for param in params[1:]] == [scaler.get_scale()] * 2
+    if way == "load":  # so that the steps need no other loss
+        for optimizer in optimizers[:2]:
+            scaler.step(optimizer)
+        assert scaler.update().applied
+        assert [param.item() for param in params] == [0.0] * 3
 
 
 @pytest.mark.parametrize("calls", [["step"], ["skip"], ["unscale_", "skip"], ["unscale_"]])
