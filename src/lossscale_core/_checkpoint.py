@@ -13,12 +13,13 @@ from lossscale_core._config import PolicyLike, as_policy, policy_from_dict, poli
 from lossscale_core._guard import LARGEST_NORM, GuardState, SpikeGuard
 from lossscale_core._messages import describe, format_number, join_names, warn_caller
 from lossscale_core._policy import NoScaling
-from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
+from lossscale_core._settings import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE, Rule
 from lossscale_core._state import HostScalar, ScaleState, read, require_one_state
 from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyError
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
+_EARLIER = "restore an earlier checkpoint"
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = {"scale": "loss_scale", **{name: name for name in _SETTINGS}, "_growth_tracker": "growth_tracker"}
@@ -201,21 +202,17 @@ def _read_fields(saved: Any, start: Any, required: Sequence[str], what: str) -> 
     for name, first in start._asdict().items():
         if name not in saved:
             continue
-        value, is_count = _item(saved[name]), isinstance(first, np.integer)
         # A growth tracker is negative during a cooldown, and so may be a field of a user's policy.
-        is_from_0 = name in required and name != "growth_tracker"
-        least, largest = 0.0 if is_from_0 else -LARGEST_NORM, LARGEST_NORM
-        rule = f"a number{' from 0' * is_from_0} that fits float32"
-        if is_count:
-            least, largest = 0.0 if is_from_0 else -(2.0**31), LARGEST_COUNT
-            rule = f"a whole number from {least:.0f} that fits int32"
-        elif name == "loss_scale":
-            least, largest, rule = math.ulp(0.0), sys.float_info.max, "a positive finite number"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # The range comes first, since int() raises for NaN and infinity.
-        if not (is_number and least <= value <= largest and (not is_count or value == int(value))):
-            hint = "restore an earlier checkpoint"
-            raise CheckpointError(f"{name}={describe(value)} of the saved {what} must be {rule}; {hint}")
+        value, is_from_0 = _item(saved[name]), name in required and name != "growth_tracker"
+        least: float = 0 if is_from_0 else -(2**31) if isinstance(first, np.integer) else -LARGEST_NORM
+        if name == "loss_scale":
+            rule = Rule(float, "a positive finite number", _EARLIER, math.ulp(0.0), sys.float_info.max)
+        elif isinstance(first, np.integer):
+            rule = Rule(int, f"a whole number from {least} that fits int32", _EARLIER, least, LARGEST_COUNT)
+        else:
+            rule = Rule(float, f"a number{' from 0' * is_from_0} that fits float32", _EARLIER, least, LARGEST_NORM)
+        if not rule.accepts(value):
+            raise CheckpointError(f"{name}={describe(value)} of the saved {what} must be {rule.text}; {rule.hint}")
         fields[name] = float(value) if name == "loss_scale" else type(first)(value)
     return fields
 

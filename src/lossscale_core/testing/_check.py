@@ -69,9 +69,8 @@ def _check_first_state(policy: Any, start: Any, low: Any, high: Any) -> None:
         is_valid = isinstance(value, np.generic) and value.dtype.name in dtype and np.isfinite(value)
         _require(is_valid, f"{name} of init_state is {describe(value)}; return a finite NumPy scalar of {dtype}")
         _require(again[name] == value, f"{name} of init_state is {value}, and then {again[name]}; return equal states")
-    for name in _COUNTERS[1:]:
-        count = getattr(start, name)
-        _require(count == 0, f"{name} of init_state is {count}, but counts from 0")
+        is_from_0 = name not in _COUNTERS[1:] or value == 0
+        _require(is_from_0, f"{name} of init_state is {value}, but counts from 0")
     scale = start.loss_scale
     _require(low <= scale <= high, f"loss_scale of init_state is {scale:g}; keep it in bounds(), {low:g} to {high:g}")
     scales = BaseScaling.of(policy).scales_losses or scale == 1.0
@@ -107,11 +106,10 @@ def _check_run(
         is_wrapped = before["growth_tracker"] > 2**30 and flag and state["growth_tracker"] < -(2**30)
         _require(not is_wrapped, f"growth_tracker wraps around {when}; use saturating_increment")
         old, new = before["loss_scale"], state["loss_scale"]
-        _require(
-            flag or new <= old, f"loss_scale goes from {old:g} to {new:g} by an overflow {when}; never raise it there"
-        )
-        text = f"loss_scale goes from {old:g} to {new:g} {when}; keep it in bounds(), {low:g} to {high:g}"
-        _require(min(low, old) <= new <= max(high, old), text)
+        change = f"loss_scale goes from {old:g} to {new:g}"
+        _require(flag or new <= old, f"{change} by an overflow {when}; never raise it there")
+        is_within = min(low, old) <= new <= max(high, old)
+        _require(is_within, f"{change} {when}; keep it in bounds(), {low:g} to {high:g}")
         before = state
 
 
@@ -145,8 +143,8 @@ def _run(
         except Exception as error:
             hint = "use operators and select(..., xp=xp)"
             raise AssertionError(f"update raised {error!r} {when}; {hint}") from error
-        text = f"update returned {describe(after)} {when}; return the type of the state"
-        _require(type(after) is type(state), text)
+        is_state = type(after) is type(state)
+        _require(is_state, f"update returned {describe(after)} {when}; return the type of the state")
         values = _values(after)
         for name, value in before.items():
             old, new = (f"{array.dtype} of shape {array.shape}" for array in (value, values[name]))
