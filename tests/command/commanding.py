@@ -1,4 +1,4 @@
-"""The `lossscale` command run in this process, which costs no import of pictures each time."""
+"""Run the `lossscale` command in this process, so that matplotlib is imported once."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def succeed(*arguments, cwd="."):
 
 
 def refused(done):
-    """Return the one line in which a command refused its input."""
+    """Return the line in which a command rejects its input."""
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("lossscale: ")
     assert done.stderr.count("\n") == 1, done.stderr

@@ -72,8 +72,8 @@ def test_simulate_reacts_to_the_scale(tmp_path):
     """A step overflows if its magnitude is too large for the new scale; an overflow depends on the scale, too."""
     rows = ["0,1024.0,False,True,False,inf,inf,0", *(f"{n},512.0,True,False,False,9,{2.0**n},0" for n in range(1, 9))]
     _trace(tmp_path, rows)
-    found = _simulated(tmp_path, "512")
-    assert (found["steps"], found["skipped_steps"], found["first_applied_step"]) == (9, 2, 0)  # 2**7 and 2**8
+    summary = _simulated(tmp_path, "512")
+    assert (summary["steps"], summary["skipped_steps"], summary["first_applied_step"]) == (9, 2, 0)  # 2**7 and 2**8
     assert _simulated(tmp_path, "1024")["skipped_steps"] == 4
     assert _simulated(tmp_path, "512", "--dtype", "bfloat16")["skipped_steps"] == 0
     _, said = succeed("simulate", "dynamic", "t.csv", cwd=tmp_path)
@@ -131,9 +131,9 @@ def test_a_written_trace_is_simulated_by_its_own_steps(tmp_path_factory, finite,
     rows = [row.split(",") for row in (folder / "t.csv").read_text().splitlines()[1:]]
     numbers = [int(row[0]) + first for row in rows if row[4] == "False"]
     _trace(folder, [",".join([str(int(row[0]) + first), *row[1:]]) for row in rows])
-    found = _simulated(folder, "p.toml")
-    assert found["final_loss_scale"] == trace.loss_scale_after[-1]
-    assert [n for each in found["stretches"] for n in range(each["first_step"], each["last_step"] + 1)] == numbers
+    summary = _simulated(folder, "p.toml")
+    assert summary["final_loss_scale"] == trace.loss_scale_after[-1]
+    assert [n for row in summary["stretches"] for n in range(row["first_step"], row["last_step"] + 1)] == numbers
 
 
 def test_a_picture_without_norms(tmp_path):
@@ -155,8 +155,8 @@ def test_checkpoint_reads_other_tools(tmp_path):
     _write(tmp_path, "amp.json", {"epoch": 3, "amp": APEX})
     for named in ((), ("--from", "apex")):
         data, _ = succeed("checkpoint", "amp.json", "--policy", "policy.toml", *named, cwd=tmp_path)
-        saved = json.loads(data)
-        assert (saved["loss_scale"], saved["growth_tracker"], saved["policy"]["growth_interval"]) == (8.0, 7, 500)
+        entries = json.loads(data)
+        assert (entries["loss_scale"], entries["growth_tracker"], entries["policy"]["growth_interval"]) == (8.0, 7, 500)
 
 
 def test_several_scalers_are_printed_under_their_places(tmp_path):

@@ -40,11 +40,11 @@ def test_the_demo_does_not_overstate_its_case():
 @pytest.fixture
 def figures(monkeypatch):
     """Return the figures that are saved from here on."""
-    saved, save = [], Figure.savefig
+    figures, save = [], Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *args, **kwargs: saved.append(figure) or save(figure, *args, **kwargs)
+        Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure) or save(figure, *args, **kwargs)
     )
-    return saved
+    return figures
 
 
 def test_both_panels_of_a_trace_have_its_steps(tmp_path, figures):
@@ -70,13 +70,13 @@ def test_the_command_leaves_a_table_pictures_and_a_trace(tmp_path):
     rows = [line.split("  ")[0] for line in table.splitlines()]
     assert rows == ["regime", "float32", "float16, no scaling", "float16, fixed 64", "float16, your policy"]
     assert "next: change the policy, and run: lossscale simulate policy.toml out/deep/trace.csv" in said
-    found = json.loads(succeed("simulate", "policy.toml", "out/deep/trace.csv", "--json", cwd=tmp_path)[0])
-    assert found["final_loss_scale"] == train(policy, "float16", 1e-5, 0, 20).final_scale
-    assert found["skipped_steps"] > 0
+    summary = json.loads(succeed("simulate", "policy.toml", "out/deep/trace.csv", "--json", cwd=tmp_path)[0])
+    assert summary["final_loss_scale"] == train(policy, "float16", 1e-5, 0, 20).final_scale
+    assert summary["skipped_steps"] > 0
 
 
 def test_the_demo_refuses_a_folder_with_results_before_it_trains(tmp_path):
-    """It leaves what is there alone."""
+    """The demo does not change existing results."""
     (tmp_path / "trace.csv").write_text("mine")
     assert "trace.csv exists and is not overwritten" in refused(run("demo", "--out", ".", cwd=tmp_path))
     assert (tmp_path / "trace.csv").read_text() == "mine"

@@ -56,7 +56,7 @@ def test_no_write_follows_a_link(folder, command, target):
 
 
 def test_dump_policy_replaces_a_link_and_not_its_target(tmp_path):
-    """A link is what is at the path, so that no other file is written to."""
+    """The link itself is replaced, and its target is not changed."""
     target, link = tmp_path / "target.toml", tmp_path / "link.toml"
     dump_policy(FixedScaling(2.0), target)
     link.symlink_to(target)

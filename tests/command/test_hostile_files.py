@@ -63,7 +63,7 @@ def folder(tmp_path):
     ("name", "command", "content", "words"), REFUSED, ids=lambda value: value if type(value) is str else ""
 )
 def test_a_text_is_refused_in_one_sentence(folder, name, command, content, words):
-    """It names what is wrong; the status is 2, and no file is changed."""
+    """The sentence names the fault; the status is 2, and files are not changed."""
     if content is not None:
         (folder / name).write_bytes(content)
     before = sorted(filter(Path.is_file, folder.rglob("*")))

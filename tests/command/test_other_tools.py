@@ -84,14 +84,14 @@ STORIES = [
 """Tools with rules of their own: a config, a run with its scales, and what the tool saves after some of its steps."""
 
 
-@pytest.mark.parametrize(("name", "config", "run", "scales", "stop", "saved"), STORIES, ids=_named)
-def test_the_policy_does_what_the_tool_does(name, config, run, scales, stop, saved):
+@pytest.mark.parametrize(("name", "config", "run", "scales", "stop", "entries"), STORIES, ids=_named)
+def test_the_policy_does_what_the_tool_does(name, config, run, scales, stop, entries):
     """Scales are equal after every step, also of a run that is saved and continued, with the policy or without it."""
     policy = from_tool(name, config)
     states = [policy.init_state()]
     for step, finite in enumerate(flags(run)):
         if step == stop:
-            states += [state_from_tool(name, saved, policy), state_from_tool(name, saved)]
+            states += [state_from_tool(name, entries, policy), state_from_tool(name, entries)]
             assert states[1] == states[2]
         states = [policy.update(state, finite) for state in states]
         assert {float(state.loss_scale) for state in states} == {scales[step]}
@@ -188,24 +188,24 @@ def test_what_cannot_be_expressed_names_the_field(name, config, words):
         from_tool(name, config)
 
 
-@pytest.mark.parametrize(("name", "saved"), PLACED, ids=_named)
-def test_a_checkpoint_is_recognised_and_read(name, saved):
-    """Each layout that a tool saves: whose it is, its scale, and seven finite steps toward growth."""
-    assert tools_of_checkpoint(saved) == [name]
-    state = state_from_tool(name, saved)
+@pytest.mark.parametrize(("name", "entries"), PLACED, ids=_named)
+def test_a_checkpoint_is_recognised_and_read(name, entries):
+    """Each layout of a tool gives the name of the tool, the scale, and seven finite steps toward growth."""
+    assert tools_of_checkpoint(entries) == [name]
+    state = state_from_tool(name, entries)
     assert (state.loss_scale, state.growth_tracker) == (8.0, 7)
     assert state_from_dict(json.loads(json.dumps(state_to_dict(state)))) == state
 
 
 def test_another_policy_continues_with_what_it_has_a_place_for():
     """What a checkpoint lacks starts over; a policy without counters changes none."""
-    saved = {"scale": 8.0, "_growth_tracker": 7}
-    assert state_from_tool("torch", saved, 8.0) == FixedScaling(8.0).init_state()
-    own = state_from_tool("torch", saved, AdditiveScaling(growth_interval=9))
+    entries = {"scale": 8.0, "_growth_tracker": 7}
+    assert state_from_tool("torch", entries, 8.0) == FixedScaling(8.0).init_state()
+    own = state_from_tool("torch", entries, AdditiveScaling(growth_interval=9))
     assert (own.loss_scale, own.growth_tracker, own.additions) == (8.0, 7, 0.0)
     # More overflows than the tolerance, as after its setting was lowered, leave nothing of it.
-    saved = {"scale": 8.0, "incr_count": 1, "decr_count": 5}
-    assert state_from_tool("paddle", saved, DynamicScaling(hysteresis=2)).hysteresis_tracker == 0
+    entries = {"scale": 8.0, "incr_count": 1, "decr_count": 5}
+    assert state_from_tool("paddle", entries, DynamicScaling(hysteresis=2)).hysteresis_tracker == 0
     # Apex saves no overflows that are left: its own resumed run has all of them.
     state = state_from_tool("apex", {"loss_scale": 8.0, "unskipped": 3}, DynamicScaling(hysteresis=3))
     assert (state.growth_tracker, state.hysteresis_tracker, state.steps) == (3, 3, 0)
@@ -222,11 +222,11 @@ NO_CHECKPOINTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "saved", "words"), NO_CHECKPOINTS, ids=_named)
-def test_what_no_state_can_hold_is_refused(name, saved, words):
+@pytest.mark.parametrize(("name", "entries", "words"), NO_CHECKPOINTS, ids=_named)
+def test_what_no_state_can_hold_is_refused(name, entries, words):
     """The error names the key, the value and what to do."""
     with pytest.raises(CheckpointError, match=words):
-        state_from_tool(name, saved)
+        state_from_tool(name, entries)
 
 
 def test_auto_is_said_to_be_the_default():

@@ -53,10 +53,10 @@ def _first(**fields):
     return Changed(first=lambda state: state._replace(**fields))
 
 
-def _each(**fields):
+def _set(**fields):
     """Return a policy that puts `made(before, after, xp)` into fields after each step."""
     return Changed(
-        lambda old, new, flag, xp: new._replace(**{each: made(old, new, xp) for each, made in fields.items()})
+        lambda old, new, flag, xp: new._replace(**{name: made(old, new, xp) for name, made in fields.items()})
     )
 
 
@@ -108,8 +108,8 @@ BROKEN = [
     (_first(steps=np.float32(0)), "steps of init_state is np.float32(0.0); return a finite NumPy scalar of int32"),
     (_first(loss_scale=np.float32("nan")), "loss_scale of init_state is np.float32(nan); return a finite"),
     (Changed(first=lambda state: state._replace(growth_tracker=np.int32(next(COUNT)))), "return equal states"),
-    (_each(growth_tracker=lambda old, new, xp: new.growth_tracker * 1.0), f"float64 of shape () {STEP_1}, on the host"),
-    (_each(steps=lambda old, new, xp: np.array([new.steps]) if xp is np else new.steps), "on NumPy arrays, but must"),
+    (_set(growth_tracker=lambda old, new, xp: new.growth_tracker * 1.0), f"float64 of shape () {STEP_1}, on the host"),
+    (_set(steps=lambda old, new, xp: np.array([new.steps]) if xp is np else new.steps), "on NumPy arrays, but must"),
     (Changed(lambda old, new, flag, xp: tuple(new)), "return the type of the state"),
     (Changed(scales_losses=False), "loss_scale of init_state is 65536, but scales_losses is False"),
     (Changed(adapts=False), "loss_scale goes from 65536 to 1 in 3000 overflows, but adapts is False"),
@@ -118,7 +118,7 @@ BROKEN = [
     (_overflow("loss_scale", lambda old, xp: old.loss_scale * 0.5), "from 1 to 0.5 after"),
     (_overflow("loss_scale", lambda old, xp: old.loss_scale), "after 3000 overflows in a row, as before them"),
     (  # where growth is due
-        _each(
+        _set(
             loss_scale=lambda old, new, xp: select(old.growth_tracker == 2, old.loss_scale * 2.0, new.loss_scale, xp=xp)
         ),
         "by an overflow after step",
@@ -130,7 +130,7 @@ BROKEN = [
         "loss_scale goes from 0.25 to 1 by an overflow after step 1 below the lower bound",
     ),
     (
-        _each(loss_scale=lambda old, new, xp: select(old.steps == 2500, new.loss_scale * 0.0, new.loss_scale, xp=xp)),
+        _set(loss_scale=lambda old, new, xp: select(old.steps == 2500, new.loss_scale * 0.0, new.loss_scale, xp=xp)),
         "loss_scale is 0 after 2501 overflows in a row; keep it in bounds(), 1 to 4.29497e+09",
     ),
     (  # at the upper bound, every 2000 steps
@@ -141,12 +141,12 @@ BROKEN = [
         ),
         "loss_scale goes from 4.29497e+09 to 8.58993e+09 after step 1 at the upper bound",
     ),
-    (_each(loss_scale=lambda old, new, xp: new.loss_scale * np.float32("nan")), f"nan {STEP_1}; keep it finite"),
+    (_set(loss_scale=lambda old, new, xp: new.loss_scale * np.float32("nan")), f"nan {STEP_1}; keep it finite"),
     (_finite("loss_scale", lambda old, new, xp: new.loss_scale * 2.0**100), "to 2.07692e+34 after step 3 from"),
     # the counters
     (_first(skipped_steps=np.int32(7)), "skipped_steps of init_state is 7, but counts from 0"),
-    (_each(skipped_steps=lambda old, new, xp: old.skipped_steps), f"skipped_steps is 0 {STEP_1}, but must be 1"),
-    (_each(steps=lambda old, new, xp: old.steps + 1), "steps is -2147483648 after step 2 with full counters, but"),
+    (_set(skipped_steps=lambda old, new, xp: old.skipped_steps), f"skipped_steps is 0 {STEP_1}, but must be 1"),
+    (_set(steps=lambda old, new, xp: old.steps + 1), "steps is -2147483648 after step 2 with full counters, but"),
     (_finite("overflow_streak", lambda old, new, xp: old.overflow_streak), "is 2 after step 3 from the first state"),
     (_finite("growth_tracker", lambda old, new, xp: old.growth_tracker + 1), "growth_tracker wraps around after step"),
     (
@@ -157,7 +157,7 @@ BROKEN = [
     (_own("version", np.int32(7)), f"the state {STEP_1} is saved, but not restored: version=6"),
     # the same on the host and on arrays
     (
-        _each(hysteresis_tracker=lambda old, new, xp: np.int32(next(COUNT))),
+        _set(hysteresis_tracker=lambda old, new, xp: np.int32(next(COUNT))),
         "before; make update pure",
     ),
     (
@@ -165,11 +165,11 @@ BROKEN = [
         "update raised TypeError('a traced array has no truth value') after step 1 from the first state, on traced",
     ),
     (
-        _each(loss_scale=lambda old, new, xp: new.loss_scale * np.float32(0.5 if xp is np else 1.0)),
+        _set(loss_scale=lambda old, new, xp: new.loss_scale * np.float32(0.5 if xp is np else 1.0)),
         "loss_scale is 16384.0 after step 1 from the first state, on NumPy arrays, but 32768.0 on the host",
     ),
     (Changed(lambda old, new, flag, xp: new._replace(steps=select(flag, new.steps, new.steps))), "select(..., xp=xp)"),
-    (_each(loss_scale=lambda old, new, xp: np.maximum(new.loss_scale, np.float32(1.0))), "traced arrays"),
+    (_set(loss_scale=lambda old, new, xp: np.maximum(new.loss_scale, np.float32(1.0))), "traced arrays"),
     (Changed(lambda old, new, flag, xp: new._replace(steps=new.steps + (flag & False))), "on array-api-strict"),
 ]
 

@@ -19,16 +19,16 @@ SAVED = state_to_dict(DynamicScaling().init_state())
 
 @given(policies("none", "fixed", "dynamic", "additive"), overflow_traces(), st.integers(0, 200))
 def test_saving_and_restoring_changes_nothing(policy, trace, cut):
-    """Through JSON, at any step: the next states are those of the uninterrupted run, types included."""
+    """A state that is saved as JSON at any step and loaded has the same values and types."""
     state = policy.init_state()
     for step, finite in enumerate(trace):
         if step == cut:
-            restored = state_from_dict(json.loads(json.dumps(state_to_dict(state, policy))), policy)
-            assert restored == state
-            assert [type(value) for value in (restored, *restored)] == [type(value) for value in (state, *state)]
+            loaded = state_from_dict(json.loads(json.dumps(state_to_dict(state, policy))), policy)
+            assert loaded == state
+            assert [type(value) for value in (loaded, *loaded)] == [type(value) for value in (state, *state)]
             again = state_from_dict(state_to_dict(state))
             assert (again, type(again)) == (state, type(state))
-            state = restored
+            state = loaded
         state = policy.update(state, finite)
 
 
@@ -36,18 +36,18 @@ def test_saving_and_restoring_changes_nothing(policy, trace, cut):
 def test_the_dict_is_plain_and_the_same_for_every_namespace(xp):
     """Plain Python numbers under a version and the state's names."""
     policy = DynamicScaling()
-    saved = state_to_dict(init_state(policy, xp=xp))
-    assert saved == state_to_dict(policy.init_state())
-    assert list(saved) == ["version", *policy.init_state()._fields]
-    assert {type(value) for value in saved.values()} == {int, float}
+    entries = state_to_dict(init_state(policy, xp=xp))
+    assert entries == state_to_dict(policy.init_state())
+    assert list(entries) == ["version", *policy.init_state()._fields]
+    assert {type(value) for value in entries.values()} == {int, float}
     assert state_to_dict(init_state(policy, xp=xp), policy)["policy"]["kind"] == "dynamic"
 
 
 BAD_VALUES = {
-    "version": [(each, "1; pass a dict that state_to_dict") for each in (None, "1", True, 0, 2, 1.5)],
-    "loss_scale": [(each, "a positive finite number") for each in (0.0, -4.0, math.inf, True, "1", 10**400)],
-    "steps": [(each, "a whole number from 0 that fits int32") for each in (1.5, 2**31, -5)],
-    "growth_tracker": [(each, "a whole number from -2147483648 that") for each in (math.inf, -(2**31) - 1)],
+    "version": [(value, "1; pass a dict that state_to_dict") for value in (None, "1", True, 0, 2, 1.5)],
+    "loss_scale": [(value, "a positive finite number") for value in (0.0, -4.0, math.inf, True, "1", 10**400)],
+    "steps": [(value, "a whole number from 0 that fits int32") for value in (1.5, 2**31, -5)],
+    "growth_tracker": [(value, "a whole number from -2147483648 that") for value in (math.inf, -(2**31) - 1)],
     "hysteresis_tracker": [(-1, "a whole number from 0")],
 }
 
@@ -62,31 +62,31 @@ def test_a_bad_value_is_named(name, value, rule):
 
 
 @pytest.mark.parametrize(
-    ("saved", "message"),
+    ("entries", "message"),
     [([], "is not a saved state"), ({name: SAVED[name] for name in ("version", "steps")}, "has no loss_scale, growth")],
 )
-def test_other_dicts_are_refused(saved, message):
+def test_other_dicts_are_refused(entries, message):
     """Anything but a mapping, and by what it lacks a dict without some of the fields."""
     with pytest.raises(CheckpointError, match=message):
-        state_from_dict(saved)
+        state_from_dict(entries)
 
 
 @pytest.mark.parametrize("convert", [np.asarray, array_api_strict.asarray, lambda value: np.asarray(value)[()]])
 def test_arrays_of_no_dimension_are_numbers(convert, tmp_path):
     """As formats that hold arrays alone return what was saved: `.npz`, safetensors; of more dimensions not."""
     state = DynamicScaling().update(DynamicScaling().init_state(), False)
-    saved = {name: convert(value) for name, value in state_to_dict(state).items()}
-    assert state_from_dict(saved) == state
+    entries = {name: convert(value) for name, value in state_to_dict(state).items()}
+    assert state_from_dict(entries) == state
     for name, wrong in (("version", convert(True)), ("steps", np.asarray([1]))):
         with pytest.raises(CheckpointError, match=rf"{name}=(True|array\(\[1\]\)) of the saved state must be"):
-            state_from_dict({**saved, name: wrong})
-    np.savez(tmp_path / "state.npz", **saved)
+            state_from_dict({**entries, name: wrong})
+    np.savez(tmp_path / "state.npz", **entries)
     with np.load(tmp_path / "state.npz") as archive:
         assert state_from_dict(dict(archive)) == state
 
 
 @pytest.mark.parametrize(
-    ("saved", "policy", "scale"),
+    ("before", "policy", "scale"),
     [
         (2.0**16, FixedScaling(1024.0), 1024.0),
         (2.0**16, "none", 1.0),
@@ -95,29 +95,29 @@ def test_arrays_of_no_dimension_are_numbers(convert, tmp_path):
         *((1e-40, None, 2.0**-126), (2.0**127, None, 2.0**126), (1e300, None, 2.0**126)),
     ],
 )
-def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(saved, policy, scale):
+def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(before, policy, scale):
     """A fixed scale stays as it was chosen, for any saved scale; a warning names the change."""
     with pytest.warns(CheckpointWarning, match=r"loss_scale was .* and becomes"):
-        assert float(state_from_dict({**SAVED, "loss_scale": saved}, policy).loss_scale) == scale
+        assert float(state_from_dict({**SAVED, "loss_scale": before}, policy).loss_scale) == scale
 
 
 def test_a_policy_without_a_config_saves_and_restores_its_state():
     """A config saved by another policy does not stand in its way."""
     own = BareAdditiveScaling()
     state = own.update(own.init_state(), False)
-    saved = state_to_dict(state, own)
-    assert "policy" not in saved
-    assert state_from_dict(saved, own) == state
+    entries = state_to_dict(state, own)
+    assert "policy" not in entries
+    assert state_from_dict(entries, own) == state
     with pytest.warns(CheckpointWarning, match="cannot be compared"):
-        assert state_from_dict({**saved, "policy": {"kind": "dynamic"}}, own) == state
+        assert state_from_dict({**entries, "policy": {"kind": "dynamic"}}, own) == state
 
 
 def test_another_kind_of_policy_starts_its_own_trackers():
     """The scale and the counters continue; a tracker that was never saved begins, and a warning says so."""
     fixed = FixedScaling(64.0)
-    saved = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
+    entries = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
     with pytest.warns(CheckpointWarning, match=r"kind was 'fixed' and is 'additive'.* additions starts at 0\.0"):
-        state = state_from_dict(saved, AdditiveScaling())
+        state = state_from_dict(entries, AdditiveScaling())
     assert (float(state.loss_scale), int(state.steps), float(state.additions)) == (64.0, 1, 0.0)
 
 
@@ -126,5 +126,5 @@ def test_a_saved_policy_that_cannot_be_read_is_a_warning():
     for kind, tracker in (("clever", 0), ("dynamic", 7)):
         policy = {"kind": kind, "a_later_setting": 1}
         with pytest.warns(CheckpointWarning, match="cannot be compared"):
-            restored = state_from_dict({**SAVED, "growth_tracker": 7, "policy": policy}, DynamicScaling())
-        assert restored.growth_tracker == tracker
+            loaded = state_from_dict({**SAVED, "growth_tracker": 7, "policy": policy}, DynamicScaling())
+        assert loaded.growth_tracker == tracker

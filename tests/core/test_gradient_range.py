@@ -22,30 +22,30 @@ def _grads_at(scale, weight_of_the_loss=1.0, added=0.0):
 
 
 def test_the_limit_is_exact():
-    """All gradients are finite at the scale that is found; at twice this scale the one that is named is not."""
-    found = gradient_range(_grads_at)
-    assert all(np.isfinite(grad).all() for grad in _grads_at(found.overflows_above).values())
-    assert not np.isfinite(_grads_at(2 * found.overflows_above)[found.first_overflow]).all()
-    assert (found.flushed, found.unscaled) == ({}, [])
-    assert str(found).startswith(f"finite up to a loss scale of 2**{int(np.log2(found.overflows_above))}; above it ")
+    """All gradients are finite at `overflows_above`; at twice this scale the named gradient is not finite."""
+    result = gradient_range(_grads_at)
+    assert all(np.isfinite(grad).all() for grad in _grads_at(result.overflows_above).values())
+    assert not np.isfinite(_grads_at(2 * result.overflows_above)[result.first_overflow]).all()
+    assert (result.flushed, result.unscaled) == ({}, [])
+    assert str(result).startswith(f"finite up to a loss scale of 2**{int(np.log2(result.overflows_above))}; above it ")
 
 
 def test_what_flushes_to_zero_without_a_scale():
     """The share of each gradient that is lost at a scale of 1."""
-    found = gradient_range(lambda scale: _grads_at(scale, 1e-7))
-    before, after = _grads_at(1.0, 1e-7), _grads_at(found.overflows_above, 1e-7)
+    result = gradient_range(lambda scale: _grads_at(scale, 1e-7))
+    before, after = _grads_at(1.0, 1e-7), _grads_at(result.overflows_above, 1e-7)
     lost = {name: ((before[name] == 0) & (after[name] != 0)).mean() for name in before}
-    assert found.flushed == lost
+    assert result.flushed == lost
     assert min(lost.values()) > 0.2
-    assert "of its elements are zero at a loss scale of 1" in str(found)
+    assert "of its elements are zero at a loss scale of 1" in str(result)
 
 
 @pytest.mark.parametrize("added", [1e-3, 10.0])
 def test_a_gradient_that_misses_the_scale_is_named(added):
     """However small it is compared with the scaled one."""
-    found = gradient_range(lambda scale: _grads_at(scale, added=added))
-    assert found.unscaled == ["first"]
-    assert str(found).endswith("not multiplied by the loss scale: first")
+    result = gradient_range(lambda scale: _grads_at(scale, added=added))
+    assert result.unscaled == ["first"]
+    assert str(result).endswith("not multiplied by the loss scale: first")
     # A gradient that is clamped is zero at a scale of zero, and does not double.
     clamped = gradient_range(lambda scale: {"w": np.clip(np.float32(scale) * np.ones(3), -1.0, 1.0)})
     assert clamped.unscaled == ["w"]
@@ -58,9 +58,9 @@ def test_a_gradient_that_misses_the_scale_is_named(added):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_no_scale_helps(bad):
     """The parameter is named that is not finite at any scale."""
-    found = gradient_range(lambda scale: {"fine": np.ones(2), "bad": np.array([scale, bad])})
-    assert found == (0.0, "bad", {}, [])
-    assert str(found) == "bad is not finite at any loss scale: look at the inputs and the forward pass"
+    result = gradient_range(lambda scale: {"fine": np.ones(2), "bad": np.array([scale, bad])})
+    assert result == (0.0, "bad", {}, [])
+    assert str(result) == "bad is not finite at any loss scale: look at the inputs and the forward pass"
 
 
 def test_float32_has_no_limit_here():

@@ -1,4 +1,4 @@
-"""The spike guard: which norms it refuses, what it remembers of them, and what is said and saved about it."""
+"""The spike guard: rejected norms, its statistics, its messages and its saved state."""
 
 import json
 import math
@@ -106,10 +106,10 @@ def test_a_spike_counts_as_the_limit(norms):
 def test_the_state_goes_through_a_checkpoint():
     """Saved next to the policy's state as plain numbers, and restored bit for bit."""
     _, state = _judged(_log_normal(77, 4) * np.where(np.arange(77) % 30 == 29, 50, 1))
-    saved = json.loads(json.dumps(state_to_dict(DynamicScaling().init_state(), guard=state)))
-    assert list(saved["guard"]) == ["mean", "deviation", "norms", "spikes", "streak"]
-    restored = guard_state_from_dict(saved)
-    assert [(type(value), value) for value in restored] == [(type(value), value) for value in state]
+    entries = json.loads(json.dumps(state_to_dict(DynamicScaling().init_state(), guard=state)))
+    assert list(entries["guard"]) == ["mean", "deviation", "norms", "spikes", "streak"]
+    loaded = guard_state_from_dict(entries)
+    assert [(type(value), value) for value in loaded] == [(type(value), value) for value in state]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_the_state_goes_through_a_checkpoint():
 )
 def test_a_damaged_guard_is_refused(change, message):
     """The message names the field and its value, or the fields that are not there."""
-    saved = state_to_dict(DynamicScaling().init_state(), guard=SpikeGuard().init_state())
-    guard = {name: value for name, value in {**saved["guard"], **change}.items() if value is not None}
+    entries = state_to_dict(DynamicScaling().init_state(), guard=SpikeGuard().init_state())
+    guard = {name: value for name, value in {**entries["guard"], **change}.items() if value is not None}
     with pytest.raises(CheckpointError, match=message):
-        guard_state_from_dict({**saved, "guard": guard})
+        guard_state_from_dict({**entries, "guard": guard})
 
 
 def test_simulate_checks_recorded_norms():

@@ -24,7 +24,7 @@ def test_importing_the_core_leaves_out_what_training_does_not_need():
 
 
 def test_a_name_that_the_core_lacks_is_an_attribute_error():
-    """`testing` is imported at its first use; what is neither this nor public raises as Python does."""
+    """`testing` is imported at its first use; another name that is not public raises `AttributeError`."""
     assert lossscale_core.testing.simulate
     with pytest.raises(AttributeError, match="module 'lossscale_core' has no attribute 'nothing'"):
         _ = lossscale_core.nothing

@@ -37,7 +37,7 @@ _log, _update, _set = ScaleWatch().log, POLICY.update, check_setting
 GUARD, RUN = SpikeGuard(), {"policy": "dynamic", "grads_finite": [True, True]}
 MISTAKES = {
     TypeError: [
-        *((each, (8.0,), "takes 1 positional argument but 2 were given") for each in (DynamicScaling, SpikeGuard)),
+        *((value, (8.0,), "takes 1 positional argument but 2 were given") for value in (DynamicScaling, SpikeGuard)),
         # arguments in another order
         (_update, (True, STATE), f"state=True is not a state, since it has no loss_scale; {CALL_UPDATE}"),
         (NoScaling().update, (True, STATE), CALL_UPDATE),
@@ -56,14 +56,14 @@ MISTAKES = {
     ValueError: [
         (step_info, (_update(STATE, True), STATE), "0 steps after 1; call step_info(before, after)"),
         # norms without a guard, a guard without norms, and another number of them than of steps
-        *((simulate, {**RUN, **given}, "norms") for given in ({"norms": [1.0]}, {"guard": GUARD})),
+        *((simulate, {**RUN, **arguments}, "norms") for arguments in ({"norms": [1.0]}, {"guard": GUARD})),
         (simulate, {**RUN, "norms": [1.0], "guard": GUARD}, "norms"),
         (simulate_gradients, ([1.0], POLICY), "call simulate_gradients(policy, gradient_max)"),
     ],
     CheckpointError: [(state_from_dict, (CHECKPOINT,), "has no version, but model, scaler; pass its part 'scaler'")],
     PolicyError: [
         (as_policy, ("dynamik",), "'dynamik' is not a loss-scaling policy; did you mean 'dynamic'? pass a policy"),
-        *((as_policy, (each,), f"{each!r} {NOT_A_POLICY}") for each in ("1024", "cuda", NoScaling, None, True, [])),
+        *((as_policy, (value,), f"{value!r} {NOT_A_POLICY}") for value in ("1024", "cuda", NoScaling, None, True, [])),
         (as_policy, (STATE,), "is a state and not a policy; pass its policy in this place"),
         (as_policy, (0,), "init_scale=0 must be a number from"),
         (load_policy, (3,), "3 is not the path of a .toml or .json file; call load_policy('policy.toml')"),
@@ -88,10 +88,10 @@ MISTAKES = {
 ROWS = [(error, *row) for error, rows in MISTAKES.items() for row in rows]
 
 
-@pytest.mark.parametrize(("error", "call", "given", "sentence"), ROWS)
-def test_a_mistake_is_told_what_is_right(error, call, given, sentence):
+@pytest.mark.parametrize(("error", "call", "arguments", "sentence"), ROWS)
+def test_a_mistake_is_told_what_is_right(error, call, arguments, sentence):
     """The message names what was given and the right argument or call; it stays the error that Python raises there."""
-    arguments, settings = ((), given) if isinstance(given, dict) else (given, {})
+    arguments, settings = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
     with pytest.raises(error, match=re.escape(sentence)):
         call(*arguments, **settings)
 

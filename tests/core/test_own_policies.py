@@ -49,7 +49,7 @@ class Registered:
 
 
 def test_a_subclass_without_a_kind_has_no_config():
-    """Its rule may be another than that of the class it derives from; a second base class hears of it."""
+    """A policy may change the rule of its base class; a second base class also gets `__init_subclass__`."""
 
     @dataclasses.dataclass(frozen=True)
     class Eager(DynamicScaling, Registered):

@@ -64,7 +64,7 @@ DIAGNOSES = [
         "pressing against max_scale: .* gradients of the scaled loss; .* give the loss a larger weight.",
     ),
     # A longer growth_interval helps only a scale that has grown.
-    (FALLING, "5T 1F " * 20, "healthy.*"),  # an overflow that lowers the scale from the start is no fault
+    (FALLING, "5T 1F " * 20, "healthy.*"),  # overflows that lower the first scale are normal
     (DynamicScaling(hysteresis=2), "1F 1T " * 30, "skipping too often.* Look for a diverging loss."),
     (FALLING, "50T 8F " * 2, "skipping too often.* diverging loss; a longer growth_interval tries a larger scale .*"),
     # A run in bfloat16 has no scale.

@@ -29,8 +29,8 @@ class _Run:
         if self.random.random() < 0.3:
             for _ in range(self.random.choice([3, 60, 400])):
                 self.step()
-            saved, self.policy = core.state_to_dict(self.state, self.policy), self.draw_policy()
-            self.state = core.state_from_dict(saved, self.policy)
+            entries, self.policy = core.state_to_dict(self.state, self.policy), self.draw_policy()
+            self.state = core.state_from_dict(entries, self.policy)
 
     def draw_policy(self):
         """Return a preset of a tool, or a policy with a start from 2**-3 to 2**30."""

@@ -50,7 +50,7 @@ def test_the_largest_numbers_are_those_of_the_dtypes():
 
 
 @pytest.mark.parametrize(
-    ("call", "given", "error", "words"),
+    ("call", "arguments", "error", "words"),
     [
         (simulate, ("0010",), TypeError, "sequence of bools"),
         *((simulate, ([True, odd],), TypeError, "sequence of bools") for odd in (None, "x", float("nan"), 0.5)),
@@ -59,10 +59,10 @@ def test_the_largest_numbers_are_those_of_the_dtypes():
         (simulate_gradients, ([[1.0]],), ValueError, "must hold a number from 0 for each step"),
     ],
 )
-def test_what_is_not_a_run_is_refused(call, given, error, words):
+def test_what_is_not_a_run_is_refused(call, arguments, error, words):
     """Flags written as text, or that are not 0 or 1; negative magnitudes, unknown dtypes and other shapes."""
     with pytest.raises(error, match=words):
-        call("dynamic", *given)
+        call("dynamic", *arguments)
 
 
 @pytest.mark.parametrize(

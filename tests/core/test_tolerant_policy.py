@@ -37,7 +37,7 @@ def example():
 )
 def test_the_share_of_overflows_decides_within_the_bounds(example, settings, overflows, scales):
     policy = example.TolerantScaling(init_scale=8.0, **settings)
-    assert simulate(policy, [each == "0" for each in overflows]).loss_scale_after.tolist() == scales
+    assert simulate(policy, [flag == "0" for flag in overflows]).loss_scale_after.tolist() == scales
 
 
 @pytest.mark.parametrize(("tolerance", "growth_interval"), [(0.0, 1), (0.05, 4), (0.5, 2000)])

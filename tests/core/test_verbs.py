@@ -106,8 +106,8 @@ def test_what_is_not_a_gradient_is_named_by_its_dtype(leaf, words):
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
-def test_float8_is_checked_and_lifted(dtype):
-    """What is stored in float8 is a gradient: its NaN is found, and it is unscaled in float32."""
+def test_float8_is_checked_and_unscaled(dtype):
+    """An array in float8 is a gradient: `all_finite` finds its NaN, and `unscale` returns float32."""
     state = init_state(DynamicScaling(init_scale=4.0))
     assert all_finite(np.array([1.0, 2.0], dtype))
     assert not all_finite(np.array([1.0, np.nan], dtype))

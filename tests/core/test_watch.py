@@ -113,13 +113,13 @@ def test_a_new_run_logs_its_events_again():
     watch = ScaleWatch()
     late, early = (_run(FIXED, [False] * steps)[1] for steps in (30, 25))
     with _logged_records() as records:
-        for each in (late, late, early):
-            watch.log(FIXED, each)
+        for state in (late, late, early):
+            watch.log(FIXED, state)
     assert [record.steps for record in records] == [30, 25]
 
 
 def test_a_healthy_run_does_not_judge_the_next_one():
-    """The skips at the start of another run are not those of the steps since a look at the first run."""
+    """A watch does not add the skipped steps at the start of a new run to the steps of the run before."""
     watch = ScaleWatch()
     with _logged_records() as records:
         for runs, first_look in (("50T", 10), ("14F 70T", 30)):
@@ -132,7 +132,7 @@ def test_a_healthy_run_does_not_judge_the_next_one():
 
 
 class Unbounded(BareAdditiveScaling):
-    """A policy whose bounds are no loss scales."""
+    """A policy with bounds that are not valid loss scales."""
 
     min_scale, max_scale, backoff_factor = 0.0, math.inf, 0.5
 
