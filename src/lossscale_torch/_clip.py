@@ -1,4 +1,4 @@
-"""Unscaling and clipping by the norm of all gradients together: one read and one multiplication where that suffices."""
+"""Unscale and clip gradients by their common norm, with one read and one multiplication where that suffices."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,9 @@ def clip(
             require_optimizer(optimizer, "unscale_and_clip_")
         return _clip_unscaled(scaler, optimizers, limit, order)
     steps, done_norm = [], None
-    for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():  # each once
+    for optimizer in {
+        id(optimizer): optimizer for optimizer in optimizers
+    }.values():  # an optimizer may be in the list twice
         step = scaler._open(optimizer, "unscale_and_clip_")
         if not step.is_done:
             if len(scaler._steps) > 1:
@@ -66,7 +68,7 @@ def clip(
 def _clip_scaled(
     scaler: "GradScaler", steps: Sequence[OptimizerStep], max_norm: float, order: float, is_guarded: bool
 ) -> Tensor:
-    """Unscale and clip by one multiplication, after all that may raise an error."""
+    """Unscale and clip by one multiplication, which comes after everything that may raise an error."""
     optimizers = [step.optimizer for step in steps]
     gradients = Gradients(optimizers, scaler._half_gradients)
     state, ranks, groups = scaler._state, scaler._ranks, scaler._groups(optimizers, of_norm=True)
@@ -74,22 +76,22 @@ def _clip_scaled(
     for optimizer in optimizers:
         are_fused = are_fused and kind_of(optimizer) is FUSED
     is_on_device = are_fused and (not scale.is_cpu or is_capturing())
-    read = None if is_on_device else lambda norm: state.read([], norm)[0]  # the one wait of a step
+    to_host = None if is_on_device else lambda norm: state.read([], norm)[0]  # the only wait of a step
     left_out, ranks.left_out = ranks.left_out, False
-    scaled, is_finite = gradients.norm(order, state.unit, groups, ranks.norm_group, read, left_out)
+    scaled, is_finite = gradients.norm(order, state.unit, groups, ranks.norm_group, to_host, left_out)
     dtype = gradients.norm_dtype(scale.device)
     factor: float | Tensor
     if is_on_device:
         value, flag = scaled / scale, torch.where(is_finite, 0.0, state.unit)
         factor = torch.where(is_finite, _clip_factor(value, max_norm) / scale, 1.0)
-        norm = noted = value.to(dtype)
+        norm = norm_of_step = value.to(dtype)
     else:
         if isinstance(scaled, Tensor):
             scaled, is_finite = state.read([], scaled, is_finite)
         loss_scale, flag = cast(float, state.scale_on_host()), torch.tensor(float(not is_finite))
         value = scaled / loss_scale
         factor = _clip_factor(value, max_norm) / loss_scale if is_finite else 1.0
-        noted = torch.tensor(value, dtype=dtype)
+        norm_of_step = torch.tensor(value, dtype=dtype)
         norm = torch.full_like(scale, math.inf if value > _LARGEST and dtype is torch.float32 else value, dtype=dtype)
     if is_guarded and are_fused:
         divisor = 1.0 / factor if is_on_device or factor else math.inf
@@ -100,7 +102,8 @@ def _clip_scaled(
         has_divided = has_gradients(step.optimizer)
         if groups or has_divided:
             step["stage"], step["found_inf_per_device"] = UNSCALED, {scale.device: flag}
-            step.combined_over, step.norm, step.has_divided, step.has_dropped = groups, noted, has_divided, False
+            step.combined_over, step.norm = groups, norm_of_step
+            step.has_divided, step.has_dropped = has_divided, False
             flag = flag.clone() if len(steps) > 1 else flag  # other packages write to the flags of an optimizer
     return norm
 
@@ -109,9 +112,10 @@ def _clip_scaled(
 def _clip_unscaled(scaler: "GradScaler", optimizers: Sequence[Optimizer], max_norm: float, order: float) -> Tensor:
     """Clip gradients that are unscaled already; return their norm."""
     gradients = Gradients(optimizers)
-    device = next((param.device for each in optimizers for param in params_of(each)), torch.device("cpu"))
-    groups, one = scaler._groups(optimizers, of_norm=True), torch.ones((), dtype=torch.float32, device=device)
-    norm, _ = gradients.norm(order, one, groups, scaler._ranks.norm_group)
+    params = (param for optimizer in optimizers for param in params_of(optimizer))
+    device = next((param.device for param in params), torch.device("cpu"))
+    groups, unit = scaler._groups(optimizers, of_norm=True), torch.ones((), dtype=torch.float32, device=device)
+    norm, _ = gradients.norm(order, unit, groups, scaler._ranks.norm_group)
     if max_norm < math.inf:
         gradients.multiply_(_clip_factor(norm, max_norm))
     return norm.to(gradients.norm_dtype(device))
@@ -120,14 +124,14 @@ def _clip_unscaled(scaler: "GradScaler", optimizers: Sequence[Optimizer], max_no
 @torch.no_grad()
 def total_norm(scaler: "GradScaler", optimizer: Optimizer, groups: "Sequence[ProcessGroup]") -> Tensor:
     """Return the 2-norm of unscaled gradients on all ranks: shape `()`, where the scale is. Does not synchronise."""
-    gradients, one = Gradients([optimizer]), scaler._state.unit
-    read = Tensor.item if one.is_cpu and not is_capturing() else None
-    norm, _ = gradients.norm(2.0, one, groups, scaler._ranks.norm_group, read)
-    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype(one.device))
+    gradients, unit = Gradients([optimizer]), scaler._state.unit
+    to_host = Tensor.item if unit.is_cpu and not is_capturing() else None
+    norm, _ = gradients.norm(2.0, unit, groups, scaler._ranks.norm_group, to_host)
+    return norm if isinstance(norm, Tensor) else torch.tensor(norm, dtype=gradients.norm_dtype(unit.device))
 
 
 def _clip_factor(norm: float | Tensor, max_norm: float) -> float | Tensor:
-    """Return the factor, a number or a tensor, that clips gradients to `max_norm`; an infinite norm becomes 0."""
+    """Return the factor, a number or a tensor, that clips gradients to `max_norm`; it is 0 for an infinite norm."""
     if max_norm == math.inf:
         return 1.0
     factor = max_norm / (norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_

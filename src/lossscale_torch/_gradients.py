@@ -1,4 +1,4 @@
-"""An optimizer's gradients as real, dense, local values that can be checked, multiplied and measured."""
+"""Check, multiply and measure the gradients of optimizers, with one kernel call for each device and dtype."""
 
 import functools
 import math
@@ -12,25 +12,26 @@ from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 
 FLOAT64_DEVICES = ("cpu", "cuda")
-"""The types of devices that have float64; MPS and Intel Arc have none."""
-
+"""The device types that support float64; MPS and Intel Arc do not."""
 _WITHOUT_BFLOAT16 = ("cuda",)
-"""The devices on which the kernel that checks has no bfloat16: https://github.com/pytorch/pytorch/issues/127176."""
+"""The device types on which torch's checking kernel does not support bfloat16: https://github.com/pytorch/pytorch/issues/127176."""
 
 Bucket = list[Tensor]
 
-_JOIN_BELOW = 4096  # elements; calling `torch.dot` for fewer takes about as long as copying them does
-_SMALL = 2.0**-40  # below it, squares that float32 flushes to zero may be a part of the norm
+_SMALLEST_DOT = 4096
+"""The number of elements from which a tensor gets a `torch.dot` of its own; copying fewer takes as long as the call."""
+_SMALLEST_FLOAT32_NORM = 2.0**-40
+"""The smallest norm that float32 computes reliably; below it, squares may flush to zero."""
 MAX_EXACT_ORDER = 6.0
-"""The largest power to which float64 holds every float32."""
+"""The largest order of a norm for which float64 holds the power of every finite float32 number."""
 
 
 class Gradients:
-    """The gradients of some optimizers, in buckets of one device and dtype each, for foreach kernels.
+    """The gradients of some optimizers in buckets: lists of real, dense, local tensors of one device and dtype.
 
-    The tensors in the buckets share memory with the gradients. A gradient that kernels cannot change in place (sparse
-    with duplicates, partial sums over a device mesh) is first replaced in `.grad` by one that they can. `ValueError` is
-    raised, with torch's message, for float16 unless `allow_half`.
+    The tensors in the buckets share memory with the gradients. Foreach kernels cannot change every gradient in place. A
+    sparse gradient with duplicates and a DTensor with partial sums are therefore first replaced in `.grad`. A float16
+    gradient is a `ValueError` with torch's message, unless `allow_half`.
     """
 
     __slots__ = ("_grads", "_values", "buckets")
@@ -40,8 +41,8 @@ class Gradients:
         if grads and _is_one_bucket(grads):
             self.buckets = [grads]
         else:
-            params = dict.fromkeys(param for each in optimizers for param in params_of(each) if param.grad is not None)
-            self._grads = [_make_writable(param) for param in params]
+            params = dict.fromkeys(param for optimizer in optimizers for param in params_of(optimizer))
+            self._grads = [_make_writable(param) for param in params if param.grad is not None]
             self._values = [values_of(grad) for grad in self._grads]
             self.buckets = to_buckets(self._values)
         for bucket in self.buckets:
@@ -49,22 +50,22 @@ class Gradients:
                 raise ValueError(_float16_message(optimizers))
 
     def check_and_multiply_(self, factor: Tensor, found_inf: Tensor, is_one: bool = False) -> dict[Any, Tensor]:
-        """Multiply in place; return for each device 1.0 if a gradient was not finite, else 0.0.
+        """Multiply the gradients in place; return a flag for each device, 1.0 if a gradient was not finite, else 0.0.
 
-        `found_inf` is the flag, 0.0, on the device of `factor`; other devices get copies. A factor that `is_one` writes
-        nothing.
+        `found_inf` is the flag for the device of `factor`, 0.0 at first; other devices get copies. If the factor
+        `is_one`, nothing is written to the gradients.
         """
-        found: dict[Any, Tensor] = {}
+        flags: dict[Any, Tensor] = {}
         for bucket in self.buckets:
             device = bucket[0].device
             is_here = device == found_inf.device
-            if device not in found:
-                found[device] = found_inf if is_here else to_device(found_inf.clone(), device)
-            check_and_multiply_(bucket, factor if is_here else to_device(factor, device), found[device], is_one)
-        return found
+            if device not in flags:
+                flags[device] = found_inf if is_here else to_device(found_inf.clone(), device)
+            check_and_multiply_(bucket, factor if is_here else to_device(factor, device), flags[device], is_one)
+        return flags
 
     def norm_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the dtype of a norm on a device: float32, or float64 if a gradient has that and the device, too."""
+        """Return the dtype of a norm: float64 if a gradient is float64 and the device supports it, else float32."""
         for bucket in self.buckets:
             if bucket[0].dtype is torch.float64 and device.type in FLOAT64_DEVICES:
                 return torch.float64
@@ -73,120 +74,126 @@ class Gradients:
     def norm(
         self,
         order: float,
-        one: Tensor,
+        unit: Tensor,
         groups: Sequence[Any] = (),
         norm_group: Any = None,
-        read: Callable[[Tensor], float] | None = None,
+        to_host: Callable[[Tensor], float] | None = None,
         left_out: bool = False,
     ) -> tuple[Any, Any]:
-        """Return the norm of all elements on all ranks, and whether all of them are finite.
+        """Return the norm of all elements on all ranks, and whether all elements are finite.
 
-        Both are tensors of shape `()`, of the norm in float64 if the device has it; or a number and a bool, by `read`.
-        The norm is infinite if powers of finite elements leave the dtype. Each rank calls one all-reduce for each
-        group, in which it has 0 for the gradients that it lacks.
+        The norm is infinite if the powers of finite elements overflow its dtype. Each rank calls one all-reduce for
+        each group; a rank without gradients contributes 0.
 
         Args:
             order: The order of the norm, above 0.
-            one: 1.0 in float32, on the device of the all-reduce and of the results.
+            unit: 1.0 in float32. Its device is the device of the all-reduce and of the results.
             groups: The groups over which parameters are sharded or replicated, the same on all ranks of a group. A
-                parameter is taken for a copy in each group that does not shard it.
-            norm_group: One of `groups`, of which each rank holds other parameters.
-            read: A function that waits for a tensor. It is called without groups, for a 2-norm in the dtype of the
-                gradients, which is then only computed in float64 if it is not finite or tiny.
-            left_out: Whether this rank has left out the last step. If some ranks of `groups` have, and others have not,
-                the norm is -1, and not finite.
+                group that does not shard a parameter is assumed to hold copies of it.
+            norm_group: The member of `groups` whose ranks hold different parameters.
+            to_host: A function that waits for a tensor and returns its value. With it, and without groups, a 2-norm is
+                computed in the dtype of the gradients, and again in float64 only if it is infinite or tiny.
+            left_out: Whether this rank has left out the last step. If only some ranks of `groups` have, the norm is -1,
+                and the flag is False.
+
+        Returns:
+            The norm and a bool. Both are tensors of shape `()`, the norm in float64 if the device supports it; or both
+            are Python values, if `to_host` returned the norm.
         """
-        device = one.device
-        if read is not None and order == 2.0 and not groups and self._values:
-            value = read(self._two_norm(device))
-            if _SMALL <= value < math.inf or math.isnan(value):  # a sum of finite squares is not NaN
+        device = unit.device
+        if to_host is not None and order == 2.0 and not groups and self._values:
+            value = to_host(self._two_norm(device))
+            if _SMALLEST_FLOAT32_NORM <= value < math.inf or math.isnan(value):  # a sum of finite squares is not NaN
                 return value, not math.isnan(value)
         dtype = torch.float64 if device.type in FLOAT64_DEVICES else torch.float32
-        norms, is_exact = self._norms(order, dtype, groups, norm_group)
-        norms = [to_device(each.to(dtype), device) for each in norms] or [torch.zeros(1, dtype=dtype, device=device)]
+        norms, is_conclusive = self._norms(order, dtype, groups, norm_group)
+        norms = [to_device(norm.to(dtype), device) for norm in norms] or [torch.zeros(1, dtype=dtype, device=device)]
         total = torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms), order)
-        if is_exact:
-            is_good = total < math.inf  # false for NaN, too, and one kernel where `isfinite` takes four
+        if is_conclusive:
+            is_finite = total < math.inf  # False for NaN, too; `isfinite` would launch four kernels instead of one
         else:
-            found = self.check_and_multiply_(one, torch.zeros_like(one), is_one=True).values()
-            is_good = functools.reduce(torch.maximum, [to_device(each, device) for each in found]) == 0.0
+            flags = self.check_and_multiply_(unit, torch.zeros_like(unit), is_one=True).values()
+            is_finite = functools.reduce(torch.maximum, [to_device(flag, device) for flag in flags]) == 0.0
         if groups:
-            is_largest = order == math.inf
-            part = total if is_largest else total**order
-            skips = torch.full_like(part, left_out)
-            parts = [torch.where(is_good, part, 0.0), torch.where(is_good, 0.0, one).to(dtype), skips, 1.0 - skips]
-            row = torch.stack(parts)
-            operation = torch.distributed.ReduceOp.MAX if is_largest else torch.distributed.ReduceOp.SUM
+            is_max = order == math.inf
+            power = total if is_max else total**order
+            skips = torch.full_like(power, left_out)
+            bad = torch.where(is_finite, 0.0, unit).to(dtype)
+            row = torch.stack([torch.where(is_finite, power, 0.0), bad, skips, 1.0 - skips])
+            operation = torch.distributed.ReduceOp.MAX if is_max else torch.distributed.ReduceOp.SUM
             for group in groups:
                 torch.distributed.all_reduce(row, op=operation, group=group)
-            is_good = row[1] == 0.0
-            total = torch.where(is_good, row[0] if is_largest else row[0] ** (1.0 / order), math.nan)
-            is_same = row[2] * row[3] == 0.0
-            return torch.where(is_same, total, -1.0), is_good & is_same
-        return total, is_good
+            is_finite = row[1] == 0.0
+            total = torch.where(is_finite, row[0] if is_max else row[0] ** (1.0 / order), math.nan)
+            all_agree = row[2] * row[3] == 0.0
+            return torch.where(all_agree, total, -1.0), is_finite & all_agree
+        return total, is_finite
 
     def _norms(
         self, order: float, dtype: torch.dtype, groups: Sequence[Any], norm_group: Any
     ) -> tuple[list[Tensor], bool]:
-        """Return the norms of tensors, a vector for each bucket, and if these show in `dtype` what is not finite.
+        """Return the norms of the gradients, one vector for each bucket, and whether these norms are conclusive.
 
-        The norm of what has n copies on the ranks is divided, so that the n copies together count once.
+        Norms are conclusive if, in `dtype`, they are finite if and only if all elements are finite. If n ranks hold
+        copies of a gradient, its norm is divided, so that the all-reduce over the n copies counts the gradient once.
         """
         by_count: dict[int, list[Tensor]] = {}
         counts: dict[Any, int] = {}
         norms: list[Tensor] = []
-        is_exact = True
+        is_conclusive = True
         grad: Any
         for grad, values in zip(self._grads, self._values, strict=True):
-            if values.numel():  # an empty tensor has no infinity norm
+            if values.numel():  # the infinity norm of an empty tensor is undefined
                 layout = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
                 if layout not in counts:
-                    counts[layout] = _count_copies(layout, [each for each in groups if each is not norm_group])
+                    counts[layout] = _count_copies(layout, [group for group in groups if group is not norm_group])
                 if grad.is_complex() and order != 2.0:
-                    values, is_exact = torch.view_as_complex(values).abs(), False
+                    values, is_conclusive = torch.view_as_complex(values).abs(), False
                 by_count.setdefault(counts[layout], []).append(values)
-        for count, some in by_count.items():
-            for bucket in to_buckets(some):
-                is_double, has_double = bucket[0].dtype is torch.float64, bucket[0].device.type in FLOAT64_DEVICES
-                is_held = (has_double and dtype is torch.float64) or (order == math.inf and not is_double)
-                is_exact &= is_held and (order == math.inf or (not is_double and order <= MAX_EXACT_ORDER))
-                wide = torch.float64 if has_double else torch.float32
-                found = torch.stack(torch._foreach_norm(bucket, order, dtype=wide))
-                norms.append(found / count ** (1.0 / order) if count > 1 else found)
-        return norms, is_exact
+        for count, tensors in by_count.items():
+            for bucket in to_buckets(tensors):
+                is_float64, supports_float64 = (
+                    bucket[0].dtype is torch.float64,
+                    bucket[0].device.type in FLOAT64_DEVICES,
+                )
+                fits = (supports_float64 and dtype is torch.float64) or (order == math.inf and not is_float64)
+                is_conclusive &= fits and (order == math.inf or (not is_float64 and order <= MAX_EXACT_ORDER))
+                norm_dtype = torch.float64 if supports_float64 else torch.float32
+                norm = torch.stack(torch._foreach_norm(bucket, order, dtype=norm_dtype))
+                norms.append(norm / count ** (1.0 / order) if count > 1 else norm)
+        return norms, is_conclusive
 
     def _two_norm(self, device: torch.device) -> Tensor:
-        """Return the norm in the dtype of the gradients, at least float32; not finite if squares leave it."""
+        """Return the 2-norm in the dtype of the gradients, at least float32; squares may overflow that dtype."""
         norms = []
         for bucket in self.buckets:
             if bucket[0].dtype is torch.float32 and bucket[0].is_cpu:
                 norm = _two_norm_by_dots(bucket)
             else:
-                dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # a half norm is infinite from 65520 on
+                dtype = torch.float32 if bucket[0].dtype.itemsize < 4 else None  # float16 is infinite from 65520 on
                 norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(bucket, 2.0, dtype=dtype)))
             norm = norm.to(self.norm_dtype(device)) if norm.dtype is torch.float64 else norm
             norms.append(to_device(norm, device))
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def multiply_(self, factor: float | Tensor) -> None:
-        """Multiply finite gradients in place by a number, or by a tensor of shape `()`."""
+        """Multiply the gradients, which must be finite, in place by a number or by a tensor of shape `()`."""
         for bucket in self.buckets:
-            is_double = bucket[0].dtype is torch.float64
+            is_float64 = bucket[0].dtype is torch.float64
             if isinstance(factor, Tensor):
-                factor_there = factor if is_double else factor.float()
-                torch._foreach_mul_(bucket, to_device(factor_there, bucket[0].device))
-            elif is_double or (bucket[0].dtype is torch.bfloat16 and bucket[0].device.type in _WITHOUT_BFLOAT16):
+                torch._foreach_mul_(bucket, to_device(factor if is_float64 else factor.float(), bucket[0].device))
+            elif is_float64 or (bucket[0].dtype is torch.bfloat16 and bucket[0].device.type in _WITHOUT_BFLOAT16):
                 torch._foreach_mul_(bucket, factor)
-            else:  # by the kernel that also checks, which takes a fifth of the time for small tensors
+            else:  # for small tensors, the kernel that also checks takes a fifth of the time of `_foreach_mul_`
                 flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
                 check_and_multiply_(bucket, torch.full_like(flag, factor), flag)
 
 
 def check_and_multiply_(bucket: Bucket, factor: Tensor, found_inf: Tensor, is_one: bool = False) -> None:
-    """Set `found_inf` to 1.0 if an element is not finite, and multiply in place unless the factor `is_one`."""
+    """Set `found_inf` to 1.0 if an element is not finite; multiply in place unless the factor `is_one`."""
     if bucket[0].dtype is torch.bfloat16 and bucket[0].device.type in _WITHOUT_BFLOAT16:
-        if some := [each for each in bucket if each.numel()]:  # an empty tensor has no infinity norm
-            largest = torch.stack(torch._foreach_norm(some, math.inf)).amax()
+        if nonempty := [values for values in bucket if values.numel()]:  # an empty tensor has no infinity norm
+            largest = torch.stack(torch._foreach_norm(nonempty, math.inf)).amax()
             found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(largest)).float()))
         if not is_one:
             torch._foreach_mul_(bucket, factor)
@@ -195,7 +202,7 @@ def check_and_multiply_(bucket: Bucket, factor: Tensor, found_inf: Tensor, is_on
 
 
 def reduce_max(flags: Tensor, groups: Iterable[Any]) -> Tensor:
-    """Return flags combined over the ranks of each group, in place; every rank of a group must call."""
+    """Replace flags by their maximum over the ranks of each group, and return them; every rank of a group must call."""
     for group in groups:
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
     return flags
@@ -207,11 +214,11 @@ def params_of(optimizer: Optimizer) -> list[Any]:
 
 
 def names_of(optimizer: Optimizer) -> list[str]:
-    """Return a name for each parameter: that with which the optimizer was made, or a place and a shape."""
+    """Return a name for each parameter: the name that the optimizer knows, or a place and a shape."""
     return [
         names[place] if place < len(names) else f"parameter {place} of group {number} (shape {tuple(param.shape)})"
         for number, group in enumerate(optimizer.param_groups)
-        for names in [group.get("param_names") or []]  # shorter than the parameters if one was added later
+        for names in [group.get("param_names") or []]  # a parameter that was added later has no name
         for place, param in enumerate(group["params"])
     ]
 
@@ -222,7 +229,7 @@ def has_gradients(optimizer: Optimizer) -> bool:
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """Return the real, dense, local values of a gradient, for reading."""
+    """Return the values of a gradient on this rank as a real, dense tensor. Do not write into it."""
     if is_dtensor(grad):
         grad = grad.to_local()  # type: ignore[attr-defined]
     if grad.is_sparse:
@@ -230,16 +237,16 @@ def values_of(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
-def to_buckets(values: Iterable[Tensor]) -> list[Bucket]:
-    """Return dense, real tensors in lists of one device and dtype each."""
+def to_buckets(tensors: Iterable[Tensor]) -> list[Bucket]:
+    """Group tensors into one list for each device and dtype."""
     by_kind: dict[tuple[torch.device, torch.dtype], Bucket] = {}
-    for each in values:
-        by_kind.setdefault((each.device, each.dtype), []).append(each)
+    for tensor in tensors:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(by_kind.values())
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return floats of less than four bytes in float32, others unchanged."""
+    """Convert float16, bfloat16 and float8 tensors to float32, and return any other tensor unchanged."""
     return tensor.float() if tensor.dtype.itemsize < 4 and tensor.is_floating_point() else tensor
 
 
@@ -249,35 +256,35 @@ def has_meshes() -> bool:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Return whether `tensor` is a DTensor, without importing DTensor: the import is slow."""
+    """Return whether `tensor` is a DTensor. Does not import DTensor, because that import is slow."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`, without waiting for the copy if that is safe.
+    """Copy `tensor` to `device` if it is on another device. Only a copy to the host synchronises.
 
-    A copy to the host waits, since the memory of a non-blocking copy may be read before the device has written it.
+    A non-blocking copy to the host could be read before the device has written it:
     https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
     """
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _grads_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Return the gradients of optimizers' parameters, in order."""
+    """Return the gradients of all parameters, in order."""
     params: list[Any] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             params += group["params"]
-    params = params if len(optimizers) == 1 else list(dict.fromkeys(params))  # several may share one
+    params = params if len(optimizers) == 1 else list(dict.fromkeys(params))  # optimizers may share parameters
     return [grad for param in params if (grad := param.grad) is not None]
 
 
 def _is_one_bucket(grads: list[Tensor]) -> bool:
-    """Return whether all gradients are dense, real tensors of one device and dtype and no special type."""
+    """Return whether all gradients are plain, dense, real tensors of one device and dtype."""
     dtype, is_cpu, index = grads[0].dtype, grads[0].is_cpu, grads[0].get_device()
     if dtype.is_complex or dtype.itemsize < 2 or (index < 0 and not is_cpu):  # a device type without indices
         return False
-    for grad in grads:  # a generator for `all` takes twice as long
+    for grad in grads:  # `all` over a generator takes twice as long
         if (
             type(grad) is not Tensor
             or grad.dtype is not dtype
@@ -289,52 +296,52 @@ def _is_one_bucket(grads: list[Tensor]) -> bool:
 
 
 def _make_writable(param: Tensor) -> Any:
-    """Return a parameter's gradient with values that can be changed in place; replace `.grad` if necessary."""
+    """Replace `param.grad` by a tensor that kernels can change in place, if necessary, and return it."""
     grad: Any = param.grad
     if is_dtensor(grad):
         if any(placement.is_partial() for placement in grad.placements):  # the sum of finite parts may be infinite
             from torch.distributed.tensor import Replicate
 
-            placements = [Replicate() if each.is_partial() else each for each in grad.placements]
+            placements = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
             param.grad = grad.redistribute(placements=placements)
     elif grad.is_conj():
         param.grad = grad.resolve_conj()
     elif grad.is_sparse and not grad.is_coalesced():
-        param.grad = grad.coalesce()  # the gradient is finite if the sums of duplicates are
+        param.grad = grad.coalesce()  # sums the duplicates; the sums must be finite
     elif grad.layout not in (torch.strided, torch.sparse_coo):
         raise TypeError(
-            f"a gradient of shape {tuple(grad.shape)} has the layout {grad.layout}, which no kernel can check; "
-            "keep its parameter dense, or in torch.sparse_coo"
+            f"a gradient of shape {tuple(grad.shape)} has the layout {grad.layout}; torch's kernels check dense and "
+            "torch.sparse_coo gradients only; convert its parameter to one of these layouts"
         )
     return param.grad
 
 
 def _count_copies(layout: Any, groups: list[Any]) -> int:
-    """Return how often a sum over all groups counts a gradient with this layout, which is None without a mesh."""
+    """Return how often a sum over all groups counts a gradient. `layout` is its mesh and placements, or None."""
     sharded = []
     if layout is not None:
         mesh, placements = layout
-        sharded = [mesh.get_group(dim) for dim, each in enumerate(placements) if not each.is_replicate()]
+        sharded = [mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()]
     return math.prod(torch.distributed.get_world_size(group) for group in groups if group not in sharded)
 
 
 def _two_norm_by_dots(bucket: Bucket) -> Tensor:
-    """Return the 2-norm by dot products, which read at memory speed on a CPU; small tensors are joined for one."""
-    flat: list[Tensor] = []
+    """Return the 2-norm as the root of dot products, which run at memory speed on a CPU."""
+    vectors: list[Tensor] = []
     small: list[Tensor] = []
     for values in bucket:
-        if values.numel() < _JOIN_BELOW:
+        if values.numel() < _SMALLEST_DOT:
             small.append(values)
         else:
-            flat.append(values.reshape(-1))
+            vectors.append(values.reshape(-1))
     if small:
-        flat.append(_flatten_dense_tensors(small))
-    dots = [*map(torch.dot, flat, flat)]
+        vectors.append(_flatten_dense_tensors(small))
+    dots = [*map(torch.dot, vectors, vectors)]
     return (dots[0] if len(dots) == 1 else torch.stack(dots).sum()).sqrt()
 
 
 def _float16_message(optimizers: Sequence[Optimizer]) -> str:
-    """Return the message for float16 gradients: torch's own sentence, the parameters, and what to do."""
+    """Return the error message for float16 gradients: torch's sentence, the parameters, and what to do."""
     named = [
         name
         for optimizer in optimizers

@@ -13,7 +13,7 @@ Flag = bool | Tensor
 
 
 class _Fields(NamedTuple):
-    """The fields of `lossscale_core.StepInfo`, and those of PyTorch."""
+    """The fields of `lossscale_core.StepInfo`, and three fields for PyTorch."""
 
     applied: Flag
     loss_scale_used: Number
@@ -27,10 +27,11 @@ class _Fields(NamedTuple):
 
 
 class StepInfo(_Fields, lossscale_core.StepInfo[Number, Flag]):  # type: ignore[misc]  # the fields of both
-    """One step's outcome, and that of each optimizer.
+    """The outcome of a step, for all optimizers together and for each optimizer.
 
-    The first six fields are those of `lossscale_core.StepInfo`: plain Python numbers, which `json.dumps` takes, if they
-    are known on the host; after a fused optimizer, tensors of shape `()` that stay on their device until they are read.
+    The first six fields are the fields of `lossscale_core.StepInfo`. If the host knows them, they are Python numbers,
+    which `json.dumps` accepts. After a fused optimizer they are tensors of shape `()`, which stay on their device until
+    they are read.
 
     Attributes:
         by_optimizer: Whether each optimizer's step was applied, by its id; None before the first step.
@@ -44,11 +45,11 @@ class StepInfo(_Fields, lossscale_core.StepInfo[Number, Flag]):  # type: ignore[
     def applied_of(self, optimizer: Optimizer) -> Flag:
         """Return whether this optimizer's step was applied: a bool, or a bool tensor of shape `()` on its device.
 
-        `applied` is True only if every optimizer's step was applied; one may have moved and another not. Does not
-        synchronise.
+        `applied` is True only if every optimizer's step was applied: one optimizer may step while another skips. Does
+        not synchronise.
 
         Raises:
-            CallOrderError: For an optimizer that the scaler was not given since the update before.
+            CallOrderError: The scaler was not given this optimizer between the last two updates.
         """
         if self.by_optimizer is None:
             return self.applied

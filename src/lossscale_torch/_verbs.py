@@ -61,7 +61,7 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     Args:
         grads: A nested structure of tensors, dense or sparse, real or complex, and Python numbers. `None`, integer and
             empty leaves do not count.
-        process_group: The group of ranks over which the flag is combined; each of them must call this function.
+        process_group: The group of ranks over which the flag is combined; every rank of it must call this function.
 
     Returns:
         A bool tensor of shape `()`; True without gradients.
@@ -69,9 +69,9 @@ def all_finite(grads: Any, *, process_group: Any = None) -> Tensor:
     leaves = [_as_tensor(leaf) for leaf in tree.leaves(grads) if is_gradient(leaf, "all_finite(grads)")]
     device = leaves[0].device if leaves else torch.empty(()).device
     flags = []
-    # The kernel could also write to the values, though it is not asked to: it takes no float8, and no expanded tensor.
-    values = [at_least_float32(each) if each.dtype.itemsize < 2 else each for each in map(values_of, leaves)]
-    for bucket in to_buckets(map(Tensor.contiguous, values)):
+    # The kernel can also write, so that it accepts neither float8 nor expanded tensors.
+    readable = [at_least_float32(values) if values.dtype.itemsize < 2 else values for values in map(values_of, leaves)]
+    for bucket in to_buckets(map(Tensor.contiguous, readable)):
         flags.append(torch.zeros((), dtype=torch.float32, device=bucket[0].device))
         check_and_multiply_(bucket, torch.ones_like(flags[-1]), flags[-1], is_one=True)
     overflow = combine(flags, device)
@@ -86,8 +86,8 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
         state: The scaling state.
 
     Returns:
-        The same structure. float16, bfloat16 and float8 leaves become float32; others keep their dtype, and
-        sparse ones stay sparse.
+        The same structure. float16, bfloat16 and float8 leaves become float32; others keep their dtype, and sparse
+        leaves stay sparse.
 
     Raises:
         TypeError: A leaf of `grads` is neither a tensor nor a number, or `state` is not a state.
@@ -130,7 +130,7 @@ def select(grads_finite: bool | Tensor, new: Tree, old: Tree) -> Tree:
 
 
 def scaled(loss: Tensor, loss_scale: Any) -> Tensor:
-    """Return one tensor times the loss scale, half ones in float32."""
+    """Return one tensor times the loss scale, at least in float32."""
     values = at_least_float32(loss)
     return values * _on_device_of(loss_scale, values)
 
@@ -147,7 +147,7 @@ def is_gradient(leaf: Any, call: str) -> bool:
 
 
 def _as_tensor(leaf: Any) -> Tensor:
-    """Return a tensor as it is, and a Python number in float32, complex64 or int64 under any default dtype."""
+    """Return a tensor unchanged, and a number as a float32, complex64 or int64 tensor under any default dtype."""
     if isinstance(leaf, Tensor):
         return leaf
     dtype = torch.float32 if isinstance(leaf, float) else torch.complex64 if isinstance(leaf, complex) else None
