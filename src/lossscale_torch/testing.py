@@ -1,4 +1,4 @@
-"""A check for training loops: what a skipped step changes, what the loss scale changes, and which losses miss it."""
+"""A check for training loops: skipped steps, the influence of the loss scale, and losses that are not scaled."""
 
 import copy
 import math
@@ -21,10 +21,10 @@ from lossscale_torch.hooks import Protect
 __all__ = ["TrainingLoop", "check_training_loop"]
 
 _STEPS = 8
-_PARTED = 0.5
-"""The relative difference of norms in later steps up to which rounding may have parted runs at two loss scales."""
+_LATER_TOLERANCE = 0.5
+"""The relative difference of norms in later steps that rounding may cause between runs at two loss scales."""
 _NOISE = 1e-6
-"""The norm, relative to that of the first step, below which gradients may be rounding errors."""
+"""The norm, relative to the largest norm so far, below which gradients may be rounding errors."""
 _FOLLOW = "follow applied steps only (info.applied)"
 _COUNT = "count applied steps only (info.applied), or keep a counter of batches outside of the model, scheduler and ema"
 _PROTECT = "protect buffers: GradScaler(protect=[model]), in a loop of this check protect = [model]"
@@ -55,8 +55,8 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
     The check runs the loop six times for eight steps each, and requires three things:
 
     1. **Skipped steps.** All losses of steps 0, 3 and 4 are infinite. Such a step must leave parameters, buffers, the
-       optimizer's state, schedule and average unchanged. After each other step these, and the optimizer's settings,
-       such as `lr`, are bit for bit those of a run without such steps.
+       optimizer's state, schedule and average unchanged. After every other step these, and the optimizer's settings
+       such as `lr`, must equal the values of a run without such steps, to the bit.
     2. **The loss scale.** Each optimizer receives the same gradients at a loss scale of 1 and of 1024.
     3. **The source.** If all losses are multiplied by zero, attached ones too, the gradients are zero before they are
        unscaled. Otherwise a loss was not scaled, or gradients were changed too early.
@@ -91,7 +91,7 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
 
 
 def _check_skips(build: Callable[[GradScaler], TrainingLoop]) -> None:
-    """Require that skipped steps change nothing, and that the others are those of a run without them."""
+    """Require that skipped steps change nothing, and that the other steps equal the steps of a run without them."""
     run, clean = _Run(build), _Run(build)
     params = params_of(run.loop.optimizer)
     start = _flat("", params)
@@ -109,7 +109,7 @@ def _check_skips(build: Callable[[GradScaler], TrainingLoop]) -> None:
                     f"step {number} was skipped although its losses were finite, since the gradients of a skipped step "
                     "were still there; clear them in every step (optimizer.zero_grad()), not only after an applied one"
                 )
-            # A setting that differs is the cause of what else differs.
+            # A setting that differs comes first, since it is the cause of other differences.
             if names := sorted(_differing(run.followers(), clean.followers()), key=lambda name: not _is_setting(name)):
                 raise AssertionError(
                     f"after step {number}, unlike without the skipped steps, {join_names(names)}; {_FOLLOW}"
@@ -121,7 +121,7 @@ def _check_skips(build: Callable[[GradScaler], TrainingLoop]) -> None:
 
 
 class _NoResult:
-    """What an optimizer without a closure returns, in the check: a condition on it is an error, not a None."""
+    """The result of a step without a closure, within the check: a condition on it raises an error, unlike None."""
 
     def __bool__(self) -> bool:
         raise AssertionError(
@@ -139,9 +139,9 @@ def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
             "scaled, and optimizer.step() in place of scaler.step(optimizer)"
         )
     after = run.followers()
-    # An optimizer allocates zeros if its kernel skips the first step.
+    # If a kernel skips the first step, the optimizer still allocates zeros.
     before = {name: torch.zeros_like(value) for name, value in after.items() if isinstance(value, Tensor)} | before
-    # A loop may set the learning rate at the head of a step, where it follows the step before.
+    # A loop may set the learning rate at the beginning of a step, after the step before.
     if changed := [name for name in _differing(before, after) if not _is_setting(name)]:
         changes = [loops.change(name, before.get(name), after.get(name)) for name in changed]
         hint = f"{_FOLLOW}, and {_PROTECT}" if any(name.startswith("model.") for name in changed) else _FOLLOW
@@ -150,22 +150,22 @@ def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
 
 
 def _check_scale(build: Callable[[GradScaler], TrainingLoop]) -> bool:
-    """Require that optimizers receive the same gradients at two loss scales; return whether any received some."""
-    is_alike, largest = True, 0.0
+    """Require that optimizers receive the same gradients at two loss scales; return whether they received some."""
+    takes_same_steps, largest = True, 0.0
     for number, small, large in _steps_at_two_scales(build, 1.0):
-        # A step that only one of the runs skips makes a difference to all later ones.
-        is_alike = is_alike and len(small.norms) == len(large.norms)
+        # A step that only one of the runs skips changes all later steps.
+        takes_same_steps = takes_same_steps and len(small.norms) == len(large.norms)
         largest = max(largest, *small.norms, 0.0)
-        limits = {"rel_tol": loops.CLOSE if number < 2 else _PARTED, "abs_tol": _NOISE * largest}
-        pairs = zip(small.norms, large.norms, strict=True) if is_alike else ()
-        parted = [f"gradients of norm {a:g} and {b:g}" for a, b in pairs if not math.isclose(a, b, **limits)]
-        if parted:
-            raise AssertionError(loops.scales_differ(number, f"the optimizer {parted[0]}", _UNSCALE))
+        limits = {"rel_tol": loops.CLOSE if number < 2 else _LATER_TOLERANCE, "abs_tol": _NOISE * largest}
+        pairs = zip(small.norms, large.norms, strict=True) if takes_same_steps else ()
+        different = [f"gradients of norm {a:g} and {b:g}" for a, b in pairs if not math.isclose(a, b, **limits)]
+        if different:
+            raise AssertionError(loops.scales_differ(number, f"the optimizer {different[0]}", _UNSCALE))
     return largest > 0.0
 
 
 def _check_source(build: Callable[[GradScaler], TrainingLoop]) -> bool:
-    """Require that losses of zero leave no gradient; return whether the scaler was shown parameters."""
+    """Require that losses of zero leave no gradient; return whether the scaler saw parameters."""
     for number, small, large in _steps_at_two_scales(build, 0.0):
         # A loop may multiply an inner loss by get_scale(), which is right: then its gradient grows with the scale.
         growth = loops.SCALES[1] / loops.SCALES[0] / 2.0
@@ -189,7 +189,7 @@ def _steps_at_two_scales(
 
 
 class _Run(GradScaler):
-    """One run of a loop: the scaler of the loop, which plants a factor in the losses and notes what it sees."""
+    """One run of a loop: the scaler of the loop, which multiplies the losses by a factor and notes the gradients."""
 
     factor = 1.0
     updates = 0
@@ -232,7 +232,7 @@ class _Run(GradScaler):
         self.load_state_dict({**self.state_dict(), "scale": loss_scale, "loss_scale": loss_scale})
 
     def followers(self) -> dict[str, Any]:
-        """Return copies of all that follows the steps, by name."""
+        """Return copies of everything that must follow applied steps only, by name."""
         parts = {name: getattr(self.loop, name, None) for name in ("scheduler", "ema", "model", "optimizer")}
         params = {} if parts["model"] is not None else {"parameters": params_of(self.loop.optimizer)}
         return _flat("", {**params, **parts})
@@ -282,7 +282,8 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     value = value.state_dict() if hasattr(value, "state_dict") else value
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        return {path: leaf for key, each in items for path, leaf in _flat(f"{name}.{key}".lstrip("."), each).items()}
+        parts = [_flat(f"{name}.{key}".lstrip("."), part) for key, part in items]
+        return {path: leaf for part in parts for path, leaf in part.items()}
     if isinstance(value, Tensor):
         return {name: values_of(value.detach()).clone()}
     is_plain = hasattr(value, "dtype") or isinstance(value, int | float | complex | str | bytes)
@@ -295,7 +296,9 @@ def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 def _is_counted(before: Any, after: Any) -> bool:
     """Return whether a number has risen by one."""
-    are_numbers = all(isinstance(each, int | float) or getattr(each, "shape", None) == () for each in (before, after))
+    are_numbers = all(
+        isinstance(value, int | float) or getattr(value, "shape", None) == () for value in (before, after)
+    )
     return are_numbers and bool(after - before == 1)
 
 

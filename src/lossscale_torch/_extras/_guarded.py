@@ -36,24 +36,27 @@ else:
 
 _NOT_APPLIED = StepInfo(False, 1.0, 1.0, 0)
 _NUMBERS = ("calls", "steps", "skipped_steps", "overflow_streak", *GuardState._fields)
-"""The numbers that a run needs to continue; the first parameter group has each of them as `guarded_<name>`."""
+"""The numbers that a run needs to continue. The first parameter group has them under `guarded_<name>`."""
 
 
 class GuardedOptimizer(_AnyOptimizer):
-    """The type of an optimizer that `guarded` has made atomic; its class is also a subclass of the optimizer's own."""
+    """The type of an optimizer with atomic steps, as `guarded` returns it.
+
+    Its class is also a subclass of the optimizer's former class: an `AdamW` becomes a `GuardedAdamW`.
+    """
 
     _lossscale: "_Step"
 
     @property
     def last_step(self) -> StepInfo:
-        """The outcome of the last `step`, true if it was applied.
+        """The outcome of the last `step`, true if the step was applied.
 
-        Before the first, and of a step that was interrupted, it is a step that was not applied.
+        Before the first step, and after a step that raised an error, it is the outcome of a step that was not applied.
         """
         return self._lossscale.last_step
 
     def metrics(self) -> dict[str, Any]:
-        """Return the numbers of steps and of skipped ones, and the guard's, as `GradScaler.metrics` does."""
+        """Return the counts of steps and skipped steps, and the numbers of the guard, as `GradScaler.metrics` does."""
         return self._lossscale.metrics()
 
 
@@ -68,7 +71,7 @@ def guarded(
     process_group: "ProcessGroup | None" = None,
     norm_group: "ProcessGroup | None" = None,
 ) -> GuardedOptimizer:
-    """Make the steps of an optimizer atomic, in any dtype, and return it: a step with a bad gradient changes nothing.
+    """Make the steps of an optimizer atomic, in any dtype: a step with a bad gradient changes nothing.
 
     ```python
     optimizer = guarded(torch.optim.AdamW(model.parameters(), lr=1e-3), max_norm=1.0)
@@ -78,50 +81,54 @@ def guarded(
         scheduler.step()
     ```
 
-    A bad gradient holds NaN or infinity, or its norm is refused by the guard. `step` measures the gradients, clips them
-    if there is a `max_norm`, and calls the optimizer's own `step` or skips it. `optimizer.last_step` is the outcome, a
-    `StepInfo` with a scale of 1, which is true if the step was applied; its `norm` is that of the gradients before they
-    are clipped, and `optimizer.metrics()` counts the steps and the skipped ones. A closure runs once, before the
-    gradients are measured. Use it without a loss scale, in bfloat16 or float32; a `GradScaler` does the same by itself.
+    Gradients are bad if an element is NaN or infinite, or if the guard refuses their norm. `step` measures the
+    gradients, clips them if there is a `max_norm`, and then calls the optimizer's own `step` or skips it. A closure
+    runs once, before the gradients are measured. Use this function in bfloat16 or float32, without a loss scale; a
+    `GradScaler` skips bad steps by itself.
 
-    An ordinary optimizer costs one host synchronisation a step, and one more at the first bad one. A fused one costs
-    none: its kernel skips and clips, and `last_step` stays on the device; hooks after its step run for skipped steps,
-    too.
+    `optimizer.last_step` is a `StepInfo` with a scale of 1, which is true if the step was applied. Its `norm` is the
+    norm of the gradients before clipping. `optimizer.metrics()` counts the steps and the skipped steps.
 
-    The first skipped step is a warning on the logger `lossscale`, with the place of the fault if the host knows the
-    step, and on one rank. Then a line comes if too many steps are skipped, as from a scaler. After a fused
-    optimizer on a CUDA device these lines come a few steps later, and nothing waits for them.
+    An ordinary optimizer costs one host synchronisation for each step, and one more for the first bad step. A fused
+    optimizer costs none: its kernel skips and clips, and `last_step` stays on the device. Hooks after a fused step also
+    run for skipped steps.
+
+    The first skipped step is logged as a warning on the logger `lossscale`, on one rank, with the place of the fault if
+    the host knows the outcome. Later a line follows if too many steps are skipped, as from a scaler. For a fused
+    optimizer on a CUDA device the lines come a few steps later, since nothing waits for them.
 
     Args:
-        optimizer: An optimizer of torch or of another package. It keeps its identity and its methods, and gets a
-            subclass of its class; copies and pickles are guarded, too.
+        optimizer: An optimizer of torch or of another package. It stays the same object with the same methods, and its
+            class becomes a subclass: an `AdamW` becomes a `GuardedAdamW`. Copies and pickles are guarded, too.
         max_norm: The largest norm of all gradients after clipping.
         guard: A `SpikeGuard`. Its memory and the counts are numbers in the first parameter group, under names that
             begin with `guarded_`, so that every checkpoint of the optimizer has them.
-        max_streak: The number of bad steps in a row, NaN or infinity, that raises an error. A fused optimizer is read
-            once in as many steps.
-        on_bad: `"raise"` ends the run at the first bad step, by an `OverflowStreakError` before anything has changed;
-            after a fused optimizer on a device by an assertion there, after which the process can save nothing.
-        names: The model, or pairs of a name and a parameter, for the line about the first skipped step. Without it the
-            names are those that the optimizer was made with, or places and shapes.
-        process_group: The group of ranks that decide together. For parameters sharded over a device mesh, and for
-            gradients that all ranks share, as under DistributedDataParallel, this needs no group.
-        norm_group: The group of ranks that hold other parameters, such as the stages of a pipeline: the norm is that of
-            all of them, and they decide together.
+        max_streak: The number of NaN or infinite steps in a row that raises an error. For a fused optimizer, the host
+            reads the streak once in as many steps.
+        on_bad: `"raise"` ends the run at the first bad step, by an `OverflowStreakError` before anything has changed.
+            For a fused optimizer on a device, an assertion on the device ends the run; the process can then save
+            nothing.
+        names: The model, or pairs of a name and a parameter, for the line about the first skipped step. Without it, the
+            line has the names that the optimizer knows, or places and shapes.
+        process_group: The group of ranks that decide together. You do not need it for parameters that are sharded over
+            a device mesh, and for gradients that all ranks share, as under DistributedDataParallel.
+        norm_group: The group of ranks that hold different parameters, such as the stages of a pipeline. They use the
+            norm of all parameters, and decide together.
 
     Returns:
         The optimizer itself.
 
     Raises:
-        TypeError: For what is not an optimizer, and one that computes the gradients several times in a step.
-        PolicyError: For a `max_norm`, a `guard` or a `max_streak` that breaks its rule, and for another `on_bad`.
-        CallOrderError: For an optimizer that is guarded already; from `step`, if it is also given to a scaler (to
-            torch's own only if it is fused; around an ordinary one that scaler skips, and `last_step` is not told).
-        OverflowStreakError: From `step`, at `max_streak`, at the `max_streak` of the guard, and with `on_bad="raise"`.
+        TypeError: The object is not an optimizer, or its step computes the gradients several times.
+        PolicyError: `max_norm`, `guard`, `max_streak` or `on_bad` breaks its rule.
+        CallOrderError: The optimizer is guarded already. `step` raises it if a scaler steps the optimizer, too. torch's
+            scaler is only noticed around a fused optimizer; around an ordinary optimizer it skips bad steps, which
+            `last_step` does not show.
+        OverflowStreakError: `step` raises it at `max_streak`, at the guard's `max_streak`, and with `on_bad="raise"`.
     """
     if hasattr(optimizer, "_lossscale"):
         raise CallOrderError(f"this {type(optimizer).__name__} is guarded already; call guarded() once")
-    if reason := _unfit(optimizer):
+    if reason := _reason_to_refuse(optimizer):
         raise TypeError(f"guarded() was given {type(optimizer).__name__}, which {reason}")
     if on_bad not in ("skip", "raise"):
         raise PolicyError(f'on_bad={describe(on_bad)} must be "skip" or "raise"; leave it out to skip bad steps')
@@ -133,11 +140,11 @@ def guarded(
     scaler.max_norm = math.inf if max_norm is None else check_setting("max_norm", max_norm)
     limit = check_setting("max_overflow_streak", max_streak)
     scaler._watch = GuardedWatch(*_names_of(optimizer, names), on_bad == "raise", limit)
-    vars(optimizer).pop("step", None)  # a scheduler's, which notes each call; so does ours
     result: Any = optimizer
     if "guarded_steps" in (group := _first_group(result)):  # from a checkpoint that was loaded before this call
         scaler.load(group)
     scaler.save(group)
+    vars(result).pop("step", None)  # a scheduler has set it to notice calls; our `step` tells the scheduler
     result._lossscale, result.__class__ = scaler, _guarded_class(result.__class__)
     return result
 
@@ -151,21 +158,21 @@ def clip_and_check_(
 ) -> tuple[Tensor, Tensor]:
     """Clip the gradients of parameters by their 2-norm; return the norm, and whether all gradients are finite.
 
-    It is for engines that step their parameters by themselves, and for optimizers that `guarded` does not accept. Both
-    results stay on the device of the first parameter, and the host does not wait for them. If the flag is False on one
-    rank, it is False on all ranks. Do not use the gradients then: those that are not finite were not clipped.
+    Use it in engines that step parameters by themselves. Both results stay on the device of the first parameter, and
+    the host does not wait for them. If the flag is False on one rank, it is False on all ranks that decide together. Do
+    not use the gradients then: gradients that are not finite were not clipped.
 
     Args:
-        parameters: A parameter, or an iterable of parameters. Parameters without gradients are left out.
+        parameters: A parameter, or an iterable of parameters; some may have no gradient.
         max_norm: The largest norm after clipping; `math.inf` only measures.
         process_group: The group of ranks that decide together, as for `guarded`.
-        norm_group: The group of ranks that hold other parameters, as for `guarded`: the norm is that of all of them.
+        norm_group: The group of ranks that hold different parameters, as for `guarded`.
 
     Returns:
-        The norm before clipping, float32, and the flag, bool; both of shape `()`.
+        The norm before clipping, float32, and the flag, bool; both have shape `()`.
 
     Raises:
-        PolicyError: For a `max_norm` below 0, and for what is not a number.
+        PolicyError: `max_norm` is not a number from 0.
     """
     holder: Any = _Parameters(parameters)
     scaler = _Step("cpu", policy="none", half_gradients=True, process_group=process_group, norm_group=norm_group)
@@ -178,7 +185,7 @@ def clip_and_check_(
 
 
 class _Parameters:
-    """Parameters in the form of a fused optimizer, for which the host never waits."""
+    """Parameters in the form of a fused optimizer, so that the clip never waits for a device."""
 
     _step_supports_amp_scaling = True
 
@@ -190,17 +197,17 @@ class _Parameters:
 
 
 class _Step(GradScaler):
-    """The step of a guarded optimizer: that of a scaler without scaling."""
+    """The step of a guarded optimizer: the step of a scaler with a scale of 1."""
 
     max_norm: float
 
     def take(self, optimizer: torch.optim.Optimizer, inner: dict[str, Any]) -> None:
-        """Take a step or skip it; the outcome is that of the last step."""
+        """Take a step or skip it, and set `last_step`. `inner` are the arguments of the optimizer's own `step`."""
         self.last_step = _NOT_APPLIED
         before = self.state_dict() if _may_be_dummy(optimizer) else None
         try:
             self._abandon()  # what an interrupted step has left
-            # Of a parameter, with a gradient or without: ranks must combine their flags on devices of one type.
+            # The device of a parameter, even if it has no gradient: ranks must combine flags on devices of one type.
             self.place_on(next((param.device for param in params_of(optimizer)), "cpu"))
             norm = clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
             self.step(optimizer, _inner=inner)
@@ -225,15 +232,19 @@ class _Step(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._ranks.process_group is not None or self._ranks.norm_group is not None:
-            raise TypeError("an optimizer that is guarded with a group of ranks has no copy; guard the copy")
+            raise TypeError(
+                "an optimizer that is guarded with a group of ranks cannot be copied; guard the copy instead"
+            )
         return {**super().__getstate__(), "last_step": _NOT_APPLIED}
 
 
 class GuardedWatch(Watch):
-    """The watch of a guarded optimizer: it also logs the first skipped step on one rank, or raises an error at it."""
+    """The watch of a guarded optimizer: it also logs the first skipped step, or raises an error there."""
 
     steps = 0
+    """The calls of `step`."""
     has_logged = False
+    """Whether a skipped step was logged."""
 
     def __init__(self, names: list[str], in_order: list[str], raises: bool, max_streak: int | None) -> None:
         super().__init__()
@@ -258,7 +269,7 @@ class GuardedWatch(Watch):
                 torch._assert_async(info.applied, f"a step of {name} had gradients that are not finite, or a spike")
         elif not info.applied and not is_captured and (self.raises or not self.has_logged):
             if info.spiked and step.norm is not None:
-                cause = f"its gradient norm of {step.norm.item():g} is far above those before"
+                cause = f"its gradient norm of {step.norm.item():g} is far above the norms before"
             else:
                 cause = self._locate_fault(step.optimizer)
             if self.raises:
@@ -300,7 +311,7 @@ class GuardedWatch(Watch):
             self._log_skip(
                 scaler,
                 f"{skipped} of the first {self.steps} steps of {type(step.optimizer).__name__} were skipped: gradients "
-                "were not finite, or their norm was far above those before",
+                "were not finite, or their norm was far above the norms before",
             )
 
     def _log_skip(self, scaler: GradScaler, text: str) -> None:
@@ -312,21 +323,21 @@ class GuardedWatch(Watch):
 def _names_of(
     optimizer: torch.optim.Optimizer, names: Module | Iterable[tuple[str, Tensor]] | None
 ) -> tuple[list[str], list[str]]:
-    """Return a name, or a place and a shape, for each parameter; and the names in the model's order, if it is known.
+    """Return a name for each parameter, and the names in the order of the model, if that order is known.
 
     Raises `TypeError` if `names` is neither a module nor pairs of a name and a parameter.
     """
     named = names.named_parameters() if isinstance(names, Module) else () if names is None else names
-    known = {id(param): name for name, param in pairs(named, "guarded(names=)")}
-    named = zip(names_of(optimizer), params_of(optimizer), strict=True)
-    result = [known.get(id(param), name) for name, param in named]
-    # Groups of an optimizer need not have the order of the model.
-    return result, [*known.values()] or (result if len(optimizer.param_groups) == 1 else [])
+    in_model = {id(param): name for name, param in pairs(named, "guarded(names=)")}
+    own_names = zip(names_of(optimizer), params_of(optimizer), strict=True)
+    result = [in_model.get(id(param), name) for name, param in own_names]
+    # Several groups of an optimizer need not have the order of the model.
+    return result, [*in_model.values()] or (result if len(optimizer.param_groups) == 1 else [])
 
 
 @functools.cache
 def _guarded_class(kind: Any) -> Any:
-    """Return a subclass of a class of optimizers; an object of the one can become one of the other."""
+    """Return the guarded subclass of a class of optimizers. The layout of its objects is the same."""
 
     class Guarded(GuardedOptimizer, kind):
         __doc__, __module__ = kind.__doc__, kind.__module__
@@ -335,8 +346,8 @@ def _guarded_class(kind: Any) -> Any:
         def step(
             self, closure: Callable[[], Any] | None = None, *, _inner: dict[str, Any] | None = None, **settings: Any
         ) -> Any:
-            """Step if the gradients are good; return what the closure returned."""
-            if _inner is not None:  # by the scaler, which has found them good, or leaves it to the kernel
+            """Step if the gradients are good; return the result of the closure."""
+            if _inner is not None:  # the scaler calls it, for good gradients or for a kernel that skips
                 return super().step(**_inner)
             if hasattr(self, "found_inf") and not hasattr(self.found_inf, "is_left_over"):
                 for name in ("found_inf", "grad_scale"):  # torch's scaler leaves them after an error
@@ -344,7 +355,7 @@ def _guarded_class(kind: Any) -> Any:
                 raise CallOrderError(
                     "a guarded optimizer was given to a scaler, which skips bad steps by itself; use one of the two"
                 )
-            self._opt_called = True  # schedulers ask for it
+            self._opt_called = True  # schedulers read it
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -353,7 +364,7 @@ def _guarded_class(kind: Any) -> Any:
             self._lossscale.take(self, settings)
             return loss
 
-        # A scheduler wraps a step without this mark, and torch one that does not call hooks: the inner step does.
+        # Otherwise a scheduler would wrap this step, and torch would call hooks here and around the inner step.
         step._wrapped_by_lr_sched = step.hooked = True  # type: ignore[attr-defined]
 
         def state_dict(self) -> dict[str, Any]:
@@ -389,24 +400,24 @@ def _first_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _may_be_dummy(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step may be one by which `torch.distributed.checkpoint` makes an optimizer's state.
+    """Return whether this may be the step by which `torch.distributed.checkpoint` creates an optimizer's state.
 
-    All its gradients and rates are zero: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/state_dict.py
+    Its gradients and rates are zero, and it does not count: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/state_dict.py
     """
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     are_zero = bool(rates) and all(getattr(rate, "is_cpu", True) and rate == 0.0 for rate in rates)
     return are_zero and not getattr(optimizer, "state", None) and not is_capturing()
 
 
-def _unfit(optimizer: torch.optim.Optimizer) -> str:
-    """Return why an optimizer's step cannot be judged before it, or an empty text."""
+def _reason_to_refuse(optimizer: torch.optim.Optimizer) -> str:
+    """Return why an optimizer cannot be guarded, or an empty text."""
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         return "has no param_groups; pass a torch.optim.Optimizer"
     if kind_of(optimizer) is LEGACY:
-        return "takes a scaler in its step; make it without"
+        return "expects a scaler in its step; make an optimizer that does not"
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if (closure is not None and closure.default is inspect.Parameter.empty) or hasattr(optimizer, "first_step"):
-        return "computes gradients several times in a step, and moves parameters in between; guard no such optimizer"
+        return "computes gradients several times in a step, and moves parameters in between; use another optimizer"
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return "has a step that was set on the instance; call guarded() before other code wraps it"
     return ""
