@@ -149,6 +149,7 @@ def guarded(
     return result
 
 
+@not_compiled
 def clip_and_check_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
