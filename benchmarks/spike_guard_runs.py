@@ -1,6 +1,6 @@
 """Compare `SpikeGuard` with the rules of other tools, on the gradient norms of real runs with planted spikes.
 
-    python benchmarks/spike_guard_runs.py            measure and print the table of docs/spike-guard.md, half a minute
+    python benchmarks/spike_guard_runs.py            measure and print the table of spike_guard.md, half a minute
     python benchmarks/spike_guard_runs.py --quick    a smoke test with two runs
 
 Eighteen small networks train in float32 on one thread of a CPU, 400 steps each, clipped to a norm of 1. The norm before
