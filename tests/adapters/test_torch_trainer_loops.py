@@ -161,7 +161,7 @@ class _FSDPEngine(SimpleNamespace):
 
 
 def _verl(model, optimizer, schedule, max_norm, data):
-    registry = SimpleNamespace(register=lambda model_type, backends: lambda engine: engine)
+    registry = SimpleNamespace(register=lambda model_type, backends, vendor: lambda engine: engine)
     sys.modules["verl.workers.engine"] = SimpleNamespace(EngineRegistry=registry, FSDPEngineWithLMHead=_FSDPEngine)
     config, state = SimpleNamespace(clip_grad=max_norm), None
     engine = _run(code_of(PAGE, "verl").replace("growth_interval=400, ", ""))["Float16Engine"](optimizer_config=config)
