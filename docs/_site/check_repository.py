@@ -1,4 +1,4 @@
-"""Check the links of the site to a repository, by building a copy of the project that names one in pyproject.toml."""
+"""Check the links to the repository: build the site of a copy of the project that names one in pyproject.toml."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ NEEDED = (
 
 
 def main() -> None:
-    """Build the site with a repository; exit with a message if a link is missing."""
+    """Build the site with the address of a repository; exit with a message if a link is missing."""
     with TemporaryDirectory() as folder:
         for name in NEEDED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

@@ -1,4 +1,4 @@
-"""A policy's settings in the reference: their defaults as a user writes them."""
+"""A griffe extension that shows the defaults of a policy's settings as plain values."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ class SettingDefaults(griffe.Extension):
     """Show `setting(RULE, default)` as the default."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Replace what a dataclass's field is assigned by its default."""
+        """Replace the call of `setting` in a dataclass field by the default."""
         value = attr.value
         if isinstance(value, griffe.ExprCall) and str(value.function) == "setting":
             attr.value = value.arguments[1] if len(value.arguments) > 1 else None

@@ -1,4 +1,4 @@
-"""What the site's build adds to the Markdown files, which read well in the repository without it."""
+"""Hooks of the site's build, which add links, search words and markup to the Markdown files."""
 
 import posixpath
 import re
@@ -18,22 +18,33 @@ DOCUMENTS = {"README.md": "index.md"} | {
 }
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/**/*")) if path.suffix in (".py", ".ipynb")]
 TABLES = sorted((ROOT / "benchmarks").glob("*.md"))
-AS_THEY_ARE = [ROOT / "CITATION.cff", *EXAMPLES, *TABLES]
-PAGES = DOCUMENTS | {name: name for name in (path.relative_to(ROOT).as_posix() for path in AS_THEY_ARE)}
-"""Files outside docs/ that the site has, too, programs as they are: links to them stay within the site."""
+COPIED = [ROOT / "CITATION.cff", *EXAMPLES, *TABLES]
+PAGES = DOCUMENTS | {name: name for name in (path.relative_to(ROOT).as_posix() for path in COPIED)}
+"""Files outside docs/ that the site contains, with their pages. Links to these files stay within the site."""
 SOURCES = {page: source for source, page in PAGES.items()}
-BOOSTS = {"troubleshooting.md": 8, "do-i-need-this.md": 6, "works-with.md": 4, "losses-inside-the-graph.md": 4}
-"""How much the search prefers a page to the others."""
+BOOSTS = {
+    "troubleshooting.md": 8,
+    "do-i-need-this.md": 6,
+    "works-with.md": 4,
+    "losses-inside-the-graph.md": 4,
+    "reference/adapters.md": 0.5,
+}
+"""Factors by which the search prefers a page to the others."""
+SEARCH_WORDS = {"retries.md": ["retry"]}
+"""Words for which the search shows a page first, although its title contains another form of the word."""
 
 _ELSEWHERE = r"""[^>]*?\b(?:src|href)=["']?(?:https?:)?//"""
 _LOADED = re.compile(rf"""<(?:script|img|iframe|source|link\b(?![^>]*rel="(?:canonical|prev|next)"))\b{_ELSEWHERE}""")
+_CELL, _CODE = re.compile(r"<td\b.*?</td>", re.DOTALL), re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+_BREAK = re.compile(r"(?:(?<=[^\W_]_)|(?<=\())(?![_)]|$)")
+"""The places within a word of code where a line may end: after an underscore and after an opening parenthesis."""
 
 
 class Powers(Extension):
-    """Markdown in which 2**-126 is a power, and not the beginning of bold text."""
+    """A Markdown extension that shows 2**-126 as a power; without it, the asterisks would begin bold text."""
 
-    def extendMarkdown(self, md: Any) -> None:  # noqa: N802, Markdown's own name
-        """Go before emphasis and after code."""
+    def extendMarkdown(self, md: Any) -> None:  # noqa: N802, the name in Markdown
+        """Register the pattern with a priority below code and above emphasis."""
         md.inlinePatterns.register(_Power(r"(?<=\d)\*\*(-?\d+)", md), "power", 175)
 
 
@@ -45,7 +56,7 @@ class _Power(InlineProcessor):
 
 
 def on_config(config: Any) -> Any:
-    """Let pages and docstrings have powers."""
+    """Add the extension for powers and the links to the repository."""
     config.markdown_extensions.append(Powers())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     _link_to_repository(config, project["tool"]["lossscale"]["repository"])
@@ -63,17 +74,19 @@ def _link_to_repository(config: Any, repository: str) -> None:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files outside docs/."""
+    """Add the files from outside docs/ to the site."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links to pages of the site, name sections by the anchors above them, and mark up examples at a prompt."""
+    """Point links to pages of the site, move anchors into the headings below them, and mark up examples at a prompt."""
     place = page.file.src_uri
     if place in BOOSTS:
         page.meta["search"] = {"boost": BOOSTS[place]}
+    if place in SEARCH_WORDS:
+        page.meta["tags"] = SEARCH_WORDS[place]  # the search looks at tags first; the pages do not show them
     if place == "index.md":
         page.meta["hide"] = ["navigation", "toc"]
     markdown = re.sub(r"\]\(([^)#\s:]+)", lambda match: f"]({_target(match[1], place)}", markdown)
@@ -82,14 +95,25 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(r" *# doctest: .*$", "", markdown, flags=re.MULTILINE)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Let a line of code in a table cell end only at a space, after an underscore or after an opening parenthesis."""
+    return _CELL.sub(lambda cell: _CODE.sub(_add_breaks, cell[0]), html)
+
+
+def _add_breaks(code: re.Match[str]) -> str:
+    """Return code with a span around each part that must stay on one line, and `<wbr>` between such parts."""
+    words = (_BREAK.split(word) for word in code[0].split(" "))
+    return " ".join("<wbr>".join(f"<span>{part}</span>" for part in parts) for parts in words)
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> None:
-    """Refuse a page that would fetch something from another host."""
-    if found := _LOADED.search(output):
-        raise PluginError(f"{page.file.src_uri} loads something from elsewhere: {found[0]}...; keep it in docs/")
+    """Raise an error if a page would load a file from another host."""
+    if match := _LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads a file from another host: {match[0]}...; copy the file to docs/")
 
 
 def _target(link: str, src_uri: str) -> str:
-    """Return a link between two files of the repository, made to lead from page to page of the site."""
+    """Convert a link between files of the repository to a link between pages of the site."""
     source = posixpath.dirname(SOURCES.get(src_uri, f"docs/{src_uri}"))
     target = posixpath.normpath(posixpath.join(source, link))
     if target not in PAGES and not target.startswith("docs/"):

@@ -1,4 +1,4 @@
-"""Draw the settings in `docs/migrating.md` from the table of tools: `python docs/_site/migrating_tables.py`."""
+"""Write the table of settings in `docs/migrating.md` from the table of tools; run this file to update the page."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ _HEADER = "| tool | keys with defaults: the setting here | always | in a checkpo
 
 
 def drawn(text: str) -> str:
-    """Return the page with its table as it should be."""
+    """Return the text of the page with an up-to-date table."""
     rows = "\n".join(_row(name, tool) for name, tool in table().items())
     return _DRAWN.sub(lambda match: f"{match[1]}\n{_HEADER}\n{rows}\n", text)
 
@@ -30,13 +30,14 @@ def _row(name: str, tool: dict[str, Any]) -> str:
         )
         for keys in filter(None, (tool["keys"], tool.get("more_keys")))
     )
-    saved = "<br>".join(f"`{each}`" for each in re.findall(r"\w+", str(_names(tool["saved"]))) if each != "or")
+    entries = (name for name in re.findall(r"\w+", str(_names(tool["saved"]))) if name != "or")
+    in_checkpoint = "<br>".join(f"`{name}`" for name in entries)
     rule = "<br>".join(f"`{setting}{_default(value)}`" for setting, value in tool["rule"].items())
-    return f"| `{name}`: {tool['version']} | {forms} | {rule} | {saved} |"
+    return f"| `{name}`: {tool['version']} | {forms} | {rule} | {in_checkpoint} |"
 
 
-def _names(saved: dict[str, Any]) -> list[Any]:
-    return [names for key, names in saved.items() if key != "within"]
+def _names(checkpoint: dict[str, Any]) -> list[Any]:
+    return [names for key, names in checkpoint.items() if key != "within"]
 
 
 def _default(value: Any) -> str:
