@@ -1,10 +1,10 @@
-"""Equinox in float16: one call updates and applies, or skips the step, with model and optimizer donated to `jit`.
+"""Equinox in float16: one call applies or skips the step; the model and the optimizer state are donated to `jit`.
 
     pip install . equinox scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_equinox.py
 
-A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large.
-`apply_gradients` takes the scaled gradients; if they overflowed, it returns weights and optimizer as they were.
+A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps
+overflow. `apply_gradients` takes the scaled gradients. If they overflowed, it returns the old model and state.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class Result(NamedTuple):
 
 
 def predict(model: eqx.Module, images: jax.Array) -> jax.Array:
-    """Return the logits, computed in float16 and lifted to float32 at the end."""
+    """Return the logits, computed in float16 and then converted to float32."""
     params, static = eqx.partition(model, eqx.is_inexact_array)
     half = jax.tree.map(lambda param: param.astype(jnp.float16), params)
     return jax.vmap(eqx.combine(half, static))(images.astype(jnp.float16)).astype(jnp.float32)
@@ -56,7 +56,7 @@ def step(batch: tuple[jax.Array, jax.Array], model: eqx.Module, opt_state: Any) 
 
 
 def main(steps: int = 200, seed: int = 0) -> Result:
-    """Train, say how it went in a line, and return the outcome."""
+    """Train, print one line about the run, and return the outcome."""
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     model = eqx.nn.MLP(64, 10, width_size=64, depth=1, key=jax.random.key(seed))

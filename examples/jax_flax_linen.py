@@ -1,10 +1,11 @@
-"""flax linen in float16: a `TrainState` with a loss-scaled, clipped optimizer, kept together with BatchNorm.
+"""flax linen in float16: a `TrainState` with a loss-scaled optimizer that clips, and a network with BatchNorm.
 
     pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_flax_linen.py
 
-A perceptron learns to read scikit-learn's handwritten digits. If a step overflows, as the first ones do here,
-`loss_scaled` keeps weights and optimizer as they were. It does not hold the batch statistics: `select` keeps those.
+A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps
+overflow. `loss_scaled` then leaves the weights and the optimizer state unchanged. The batch statistics are not a part
+of its state, so the step restores them with `select`.
 """
 
 import functools
@@ -27,7 +28,7 @@ BATCH_SIZE = 128
 
 
 class Network(nn.Module):
-    """A perceptron with float32 master weights, as flax keeps them, that computes in float16."""
+    """A perceptron that computes in float16; flax stores its weights in float32."""
 
     @nn.compact
     def __call__(self, images: jax.Array, is_training: bool) -> jax.Array:
@@ -61,7 +62,7 @@ def init(seed: int) -> TrainState:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def step(state: TrainState, images: jax.Array, labels: jax.Array) -> TrainState:
-    """Return the state after a step on one batch; its `step` counts the applied ones."""
+    """Return the state after a step on one batch; its `step` counts applied steps."""
     scale_state = get_scale_state(state.opt_state)
 
     def scaled_loss(params: Any) -> tuple[jax.Array, Any]:
@@ -78,7 +79,7 @@ def step(state: TrainState, images: jax.Array, labels: jax.Array) -> TrainState:
 
 
 def main(steps: int = 200, seed: int = 0) -> Result:
-    """Train, say how it went in a line, and return the outcome."""
+    """Train, print one line about the run, and return the outcome."""
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     state = init(seed)

@@ -1,11 +1,11 @@
-"""flax nnx in float16: an `nnx.Optimizer` that is loss-scaled, and BatchNorm that a skipped step leaves as it was.
+"""flax nnx in float16: a loss-scaled `nnx.Optimizer`, and BatchNorm that a skipped step leaves unchanged.
 
     pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_flax_nnx.py
 
-A perceptron learns to read scikit-learn's handwritten digits, from a first loss scale that is far too large. If a step
-overflows, `loss_scaled` keeps weights and optimizer as they were. The forward pass has changed the batch statistics by
-then; the step copies them before it, and `select` restores the copy.
+A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps
+overflow. `loss_scaled` then leaves the weights and the optimizer state unchanged. The forward pass has already changed
+the batch statistics, so the step copies them before the forward pass, and `select` restores the copy.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ BATCH_SIZE = 128
 
 
 class Network(nnx.Module):
-    """A perceptron with float32 master weights, as flax keeps them, that computes in float16."""
+    """A perceptron that computes in float16; flax stores its weights in float32."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.Linear(64, 64, dtype=jnp.float16, rngs=rngs)
@@ -48,9 +48,9 @@ class Result(NamedTuple):
 
 @nnx.jit
 def step(network: Network, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array) -> None:
-    """Train on one batch, in place."""
+    """Train on one batch, and change the network and the optimizer in place."""
     scale_state = get_scale_state(optimizer.opt_state)
-    old = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))  # a copy; nnx.state alone is the network's own variables
+    old = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))  # a copy; nnx.state alone returns the network's variables
 
     def scaled_loss(network: Network) -> jax.Array:
         logits = network(images).astype(jnp.float32)
@@ -64,7 +64,7 @@ def step(network: Network, optimizer: nnx.Optimizer, images: jax.Array, labels: 
 
 
 def main(steps: int = 200, seed: int = 0) -> Result:
-    """Train, say how it went in a line, and return the outcome."""
+    """Train, print one line about the run, and return the outcome."""
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     network = Network(nnx.Rngs(seed))

@@ -1,10 +1,10 @@
-"""Save and resume with Orbax: loss scale, counters and spike guard continue bit for bit.
+"""Save and resume with Orbax: the loss scale, the counters and the spike guard continue bit for bit.
 
     pip install . orbax-checkpoint scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_orbax.py
 
-The optimizer state of `loss_scaled` is a pytree that holds all of them. Halfway, this run saves it next to the weights,
-and continues from the checkpoint alone.
+The optimizer state of `loss_scaled` is a pytree that contains all of them. After half of its steps, this run saves the
+weights and this state, and continues from the checkpoint alone.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ OPTIMIZER = loss_scaled(optax.adam(3e-2), POLICY, max_norm=1.0, guard=SpikeGuard
 
 
 class Training(NamedTuple):
-    """Everything that a checkpoint needs."""
+    """The content of a checkpoint."""
 
     weights: jax.Array
     opt_state: LossScaledState
@@ -39,7 +39,7 @@ class Result(NamedTuple):
     training: Training
 
 
-def begin() -> Training:
+def init() -> Training:
     """Return the state before the first step, with float32 weights."""
     weights = jnp.zeros((64, 10))
     return Training(weights, OPTIMIZER.init(weights))
@@ -59,15 +59,15 @@ def step(training: Training, images: jax.Array, labels: jax.Array) -> Training:
 
 
 def main(steps: int = 200, seed: int = 0, resumes: bool = True) -> Result:
-    """Train, say how it went in a line, and return the outcome."""
+    """Train, print one line about the run, and return the outcome."""
     images, labels = load_digits(return_X_y=True)
-    training, watch, rng = begin(), ScaleWatch(), np.random.default_rng(seed)
+    training, watch, rng = init(), ScaleWatch(), np.random.default_rng(seed)
     for n in range(steps):
         if resumes and n == steps // 2:
             with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(f"{folder}/checkpoint", training)
                 checkpointer.wait_until_finished()
-                training = checkpointer.restore(f"{folder}/checkpoint", begin())  # as another process would
+                training = checkpointer.restore(f"{folder}/checkpoint", init())  # as in a new process
         rows = rng.integers(0, 1347, 128)
         training = step(training, images[rows] / 16, labels[rows])
         if n % 50 == 0:

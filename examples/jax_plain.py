@@ -1,4 +1,4 @@
-"""Plain JAX in float16: an overflow leaves weights, momentum, averaged weights and learning rate as they were.
+"""Plain JAX in float16: an overflow leaves weights, momentum, averaged weights and learning rate unchanged.
 
     pip install . scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     python examples/jax_plain.py
@@ -25,7 +25,7 @@ BATCH_SIZE = 128
 
 
 class Training(NamedTuple):
-    """The values that a step changes, all or none."""
+    """The values that an applied step changes, and a skipped step leaves unchanged."""
 
     params: Any
     momentum: Any
@@ -50,7 +50,7 @@ def init_params(key: jax.Array) -> list[dict[str, jax.Array]]:
 
 
 def forward(params: Any, images: jax.Array) -> jax.Array:
-    """Return the logits, computed in float16 throughout and lifted to float32 at the end."""
+    """Return the logits, computed in float16 and then converted to float32."""
     *hidden, last = jax.tree.map(lambda param: param.astype(jnp.float16), params)
     x = images.astype(jnp.float16)
     for layer in hidden:
@@ -66,7 +66,7 @@ def cross_entropy(params: Any, images: jax.Array, labels: jax.Array) -> jax.Arra
 
 @jax.jit
 def step(training: Training, scale_state: ScaleState, images: Any, labels: Any) -> tuple[Training, ScaleState]:
-    """Return everything after a step on one batch."""
+    """Return the training and the scale state after a step on one batch."""
     _, _, grads, finite = value_and_grad(cross_entropy)(scale_state, training.params, images, labels)
     rate = 0.3 * 0.99**training.applied_steps
     momentum = jax.tree.map(lambda m, grad: 0.9 * m + grad, training.momentum, grads)
@@ -77,7 +77,7 @@ def step(training: Training, scale_state: ScaleState, images: Any, labels: Any) 
 
 
 def main(steps: int = 200, seed: int = 0) -> Result:
-    """Train, say how it went in a line, and return the outcome."""
+    """Train, print one line about the run, and return the outcome."""
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     params = init_params(jax.random.key(seed))

@@ -3,8 +3,8 @@
     pip install . flax scikit-learn    # on a fresh machine: '.[jax]' instead of the dot
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/jax_sharded.py
 
-Everything is sharded over all devices. A step scans over its micro-batches and adds up their scaled gradients: an
-overflow in one of them leaves a sum that is not finite, so that every device skips the step.
+Weights, optimizer state and data are sharded over all devices. A step scans over its micro-batches and adds up their
+scaled gradients. If a micro-batch overflows, the sum is not finite, and every device skips the step.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
 
 def forward(params: Any, images: jax.Array) -> jax.Array:
-    """Return the logits, computed in float16 and lifted to float32."""
+    """Return the logits, computed in float16 and then converted to float32."""
     hidden, out = (params[name].astype(jnp.float16) for name in ("hidden", "out"))
     return (jax.nn.relu(images.astype(jnp.float16) @ hidden) @ out).astype(jnp.float32)
 
@@ -62,17 +62,17 @@ def step(state: TrainState, images: jax.Array, labels: jax.Array) -> TrainState:
 
 
 def main(steps: int = 200, seed: int = 0) -> Result:
-    """Train, say how it went in a line, and return the outcome."""
+    """Train, print one line about the run, and return the outcome."""
     images, labels = load_digits(return_X_y=True)
     mesh, rng, key = jax.make_mesh((jax.device_count(),), ("data",)), np.random.default_rng(seed), jax.random.key(seed)
-    split, whole, of_data = (NamedSharding(mesh, spec) for spec in (P("data"), P(), P(None, "data")))
-    of_state = jax.tree.map(lambda leaf: split if leaf.ndim else whole, jax.eval_shape(init, key))
-    state = jax.jit(init, out_shardings=of_state)(key)
-    compiled = jax.jit(step, in_shardings=(of_state, of_data, of_data), out_shardings=of_state, donate_argnums=0)
+    by_row, replicated, by_sample = (NamedSharding(mesh, spec) for spec in (P("data"), P(), P(None, "data")))
+    shardings = jax.tree.map(lambda leaf: by_row if leaf.ndim else replicated, jax.eval_shape(init, key))
+    state = jax.jit(init, out_shardings=shardings)(key)
+    compiled = jax.jit(step, in_shardings=(shardings, by_sample, by_sample), out_shardings=shardings, donate_argnums=0)
     watch = ScaleWatch()
     for n, rows in enumerate(rng.integers(0, 1347, (steps, MICRO_BATCHES, MICRO_BATCH_SIZE))):
         state = compiled(state, images[rows] / 16, labels[rows])
-        jax.block_until_ready(state)  # else virtual devices, which share a CPU, may wait for each other without end
+        jax.block_until_ready(state)  # without it, virtual devices on one CPU may wait for each other forever
         if n % 50 == 0:
             watch.log(POLICY, get_scale_state(state.opt_state))
     accuracy = float((forward(state.params, images[1347:] / 16).argmax(axis=1) == labels[1347:]).mean())

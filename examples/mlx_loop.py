@@ -1,10 +1,10 @@
-"""MLX in float16 over the core's policy: what an adapter does, in one file, since there is none for MLX.
+"""MLX in float16 with the core's policy: the work of an adapter in one file, because there is no adapter for MLX.
 
     pip install . scikit-learn 'mlx[cpu]'    # on a Mac: mlx
     python examples/mlx_loop.py
 
 A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps
-overflow; each of them leaves the weights and the optimizer's state as they were.
+overflow. Such a step leaves the weights and the optimizer state unchanged.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Result(NamedTuple):
 
 
 def forward(params: Any, images: mx.array) -> mx.array:
-    """Return the logits, computed in float16 from float32 weights and lifted at the end."""
+    """Return the logits, computed in float16 and then converted to float32."""
     half = tree_map(lambda param: param.astype(mx.float16), params)
     hidden = nn.relu(images.astype(mx.float16) @ half["weight"] + half["bias"])
     return (hidden @ half["weight_out"] + half["bias_out"]).astype(mx.float32)
@@ -43,7 +43,7 @@ def scaled_loss(params: Any, images: mx.array, labels: mx.array, loss_scale: mx.
 
 
 def main(steps: int = 200, seed: int = 0) -> Result:
-    """Train, say how it went in a line, and return the outcome."""
+    """Train, print one line about the run, and return the outcome."""
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     rng = np.random.default_rng(seed)
@@ -60,8 +60,8 @@ def main(steps: int = 200, seed: int = 0) -> Result:
         grads = tree_map(lambda grad, state=state: grad.astype(mx.float32) / state.loss_scale, grads)
         finite = mx.all(mx.stack([mx.all(mx.isfinite(grad)) for _, grad in tree_flatten(grads)]))
 
-        # Both outcomes are computed, and the flag picks one, on the device: a step never waits for the host.
-        before = tree_map(lambda value: value, (params, optimizer.state))  # the optimizer writes into its state
+        # The device computes both outcomes and chooses by the flag, so a step never waits for the host.
+        before = tree_map(lambda value: value, (params, optimizer.state))  # a copy: the optimizer changes its state
         after = optimizer.apply_gradients(grads, params), optimizer.state
         params, optimizer.state = tree_map(lambda new, old, finite=finite: mx.where(finite, new, old), after, before)
         state = POLICY.update(state, finite, xp=mx)

@@ -1,12 +1,12 @@
-"""A policy of one's own with a state of its own: it lowers the loss scale only when many steps overflow.
+"""A policy outside of the library, with its own state: it lowers the loss scale only if many steps overflow.
 
     pip install .
     python examples/tolerant_policy.py
 
-A run that flushes small gradients may prefer a larger scale and a few skipped steps. The rule is that of fairseq's
+If small gradients flush to zero, a larger scale may be worth a few skipped steps. The policy follows fairseq's
 `DynamicLossScaler`
-(https://github.com/facebookresearch/fairseq/blob/v0.12.2/fairseq/optim/dynamic_loss_scaler.py). Import the module, and
-every function, facade and file that takes a policy takes this one, also as `{"kind": "tolerant"}`.
+(https://github.com/facebookresearch/fairseq/blob/v0.12.2/fairseq/optim/dynamic_loss_scaler.py). After this module is
+imported, every function and file of the library accepts this policy, also as `{"kind": "tolerant"}`.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from lossscale_core.testing import check_policy, simulate
 
 
 class TolerantState(NamedTuple):
-    """The fields of `ScaleState`, and two counters; float32, because not every framework divides int32."""
+    """The fields of `ScaleState`, and two counters in float32, because some frameworks do not divide int32."""
 
     loss_scale: Any
     growth_tracker: Any
@@ -37,7 +37,7 @@ class TolerantState(NamedTuple):
 class TolerantScaling(BaseScaling):
     """Halve the scale when the share of overflows reaches `tolerance`; double it like `DynamicScaling`.
 
-    The share is that of overflows since the last backoff in the steps since the scale last changed.
+    The share is the number of overflows since the last backoff, divided by the number of steps since the scale changed.
     """
 
     kind = "tolerant"
@@ -46,8 +46,8 @@ class TolerantScaling(BaseScaling):
     growth_factor = 2.0
     backoff_factor = 0.5
 
-    tolerance: float = 0.05  # a setting of its own, so its rule is below
-    init_scale: float = 2.0**16  # settings that the library has too: their rules come with the names
+    tolerance: float = 0.05  # a new setting; `__post_init__` checks it
+    init_scale: float = 2.0**16  # settings of the library; the base class checks them by name
     growth_interval: int = 2000
     min_scale: float = 1.0
     max_scale: float = 2.0**32

@@ -1,10 +1,10 @@
-"""DistributedDataParallel in float16: an overflow on one rank is skipped on every rank.
+"""DistributedDataParallel in float16: an overflow on one rank skips the step on every rank.
 
     pip install . scikit-learn    # on a fresh machine: '.[torch]' instead of the dot
     torchrun --nproc-per-node 2 examples/torch_ddp.py
 
 A perceptron learns to read scikit-learn's handwritten digits, on GPUs or, with gloo, on the CPU. Each rank reads rows
-of its own. DDP averages the gradients, so that all ranks find the same overflows without more communication.
+of its own. DDP averages the gradients, so all ranks detect the same overflows without more communication.
 """
 
 import torch
@@ -47,7 +47,7 @@ def main(steps: int = 100) -> tuple[float, nn.Module, GradScaler]:
     for _ in range(steps):
         *others, last = torch.randint(len(images), (BATCH_SIZE,)).chunk(MICRO_BATCHES)
         optimizer.zero_grad()
-        with parallel.no_sync():  # only the last micro-batch sends gradients: those of the whole batch
+        with parallel.no_sync():  # the last micro-batch sends the gradients of the whole batch
             for rows in others:
                 backward(rows)
         backward(last)

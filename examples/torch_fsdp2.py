@@ -1,10 +1,11 @@
-"""FSDP2 in float16: sharded weights, one clip, and a sharded checkpoint from which a run continues.
+"""FSDP2 in float16: sharded weights, clipping by the global norm, and a sharded checkpoint to resume from.
 
     pip install . scikit-learn    # on a fresh machine: '.[torch]' instead of the dot
     torchrun --nproc-per-node 2 examples/torch_fsdp2.py
 
 A perceptron learns to read scikit-learn's handwritten digits, on GPUs or, with gloo, on the CPU. `fully_shard` casts
-the weights to float16, and each rank keeps a shard of the float32 ones. The ranks combine their flags before a step.
+the weights to float16, and each rank stores a shard of the float32 weights. Before a step the ranks combine their
+flags.
 """
 
 from pathlib import Path
@@ -43,26 +44,27 @@ def main(steps: int = 100, folder: str = "runs/torch_fsdp2") -> tuple[float, nn.
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     scaler = GradScaler(device.type, policy=POLICY)
 
-    def run(done: int) -> dict[str, Any]:
-        """Return the content of a checkpoint after this many steps."""
+    def contents(step: int) -> dict[str, Any]:
+        """Return the content of a checkpoint after this number of steps."""
         weights, slots = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": slots, "scaler": scaler, "done": done}
+        return {"model": weights, "optimizer": slots, "scaler": scaler, "step": step}
 
-    done = 0
+    first_step = 0
     if Path(folder, ".metadata").exists():
-        saved = run(done)
-        dcp.load(saved, checkpoint_id=folder)  # reads into what `run` has returned
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-        done = saved["done"]
-    for step in range(done, steps):
+        checkpoint = contents(first_step)
+        dcp.load(checkpoint, checkpoint_id=folder)  # writes into `checkpoint`
+        weights, slots = checkpoint["model"], checkpoint["optimizer"]
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=slots)
+        first_step = checkpoint["step"]
+    for step in range(first_step, steps):
         rows = torch.randint(len(images), (BATCH_SIZE,), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images[rows]).float(), labels[rows])
         scaler.scale(loss).backward()
-        scaler.unscale_and_clip_(optimizer, max_norm=1.0)  # the norm of all shards, and the decision of all ranks
+        scaler.unscale_and_clip_(optimizer, max_norm=1.0)  # with the norm over all shards
         scaler.step(optimizer)
         scaler.update()
-    dcp.save(run(done=steps), checkpoint_id=folder)
+    dcp.save(contents(steps), checkpoint_id=folder)
 
     accuracy = (model(test_images.float() / 16).argmax(dim=1) == test_labels).float().mean().item()
     if rank == 0:
