@@ -1,10 +1,10 @@
-"""What the core costs: ratios measured side by side in one run, medians over interleaved repetitions.
+"""Cost of the core: ratios of medians over interleaved repetitions in one run.
 
     python benchmarks/bench_core.py                                       measure and print
     python benchmarks/bench_core.py --quick                               a smoke test, in seconds
-    python benchmarks/bench_core.py --output-folder benchmarks    keep the table
+    python benchmarks/bench_core.py --output-folder benchmarks    write the table
 
-Exits with status 1 where a bar is missed by more than the noise allowed.
+Exits with status 1 if a bar is missed by more than the allowed noise.
 """
 
 import functools
@@ -37,31 +37,31 @@ def all_finite_rows(quick: bool) -> list[Row]:
     rows = []
     for dtype in (np.float32, np.float16):
         grads = [rng.standard_normal(shape, dtype=np.float32).astype(dtype) for shape in resnet50_shapes()]
-        peer, ours = interleaved(
+        numpy_time, core_time = interleaved(
             [lambda g=grads: all(np.isfinite(a).all() for a in g), lambda g=grads: ls.all_finite(g)],
             3 if quick else 31,
         )
         name = np.dtype(dtype).name
-        rows.append(Row(f"all_finite, {name}, 161 arrays", "× all(np.isfinite(a).all())", ours / peer, 1.25))
+        rows.append(Row(f"all_finite, {name}, 161 arrays", "× all(np.isfinite(a).all())", core_time / numpy_time, 1.25))
     return rows
 
 
 def import_rows(quick: bool) -> list[Row]:
     """Time a process that imports the core against one that imports NumPy."""
-    # NumPy is installed with its bytecode. Where this variable forbids Python to write ours, each process compiles it.
+    # NumPy is installed with its bytecode. This variable would make each process compile the core again.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
     def importing(module: str) -> Callable[[], object]:
         return lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=environment)
 
     for module in ("numpy", "lossscale_core"):
-        importing(module)()  # so that neither has to compile its files
+        importing(module)()  # so that the timed processes find bytecode
     numpy_time, core_time = interleaved([importing("numpy"), importing("lossscale_core")], 5 if quick else 41)
     return [Row("import lossscale_core", "× import numpy, whole process", core_time / numpy_time, 1.3)]
 
 
 def measure(quick: bool) -> list[Row]:
-    """Measure everything the core has a bar for."""
+    """Measure every row that has a bar."""
     return [*update_rows(quick), *all_finite_rows(quick), *import_rows(quick)]
 
 

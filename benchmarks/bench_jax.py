@@ -1,13 +1,13 @@
-"""What loss scaling costs in JAX, against no scaling, jmp, flax, mpx and optax: ratios of interleaved medians.
+"""Cost of loss scaling in JAX, compared with no scaling, jmp, flax, mpx and optax: ratios of interleaved medians.
 
     python benchmarks/bench_jax.py                                      measure and print
     python benchmarks/bench_jax.py --quick                              a smoke test, in seconds
-    python benchmarks/bench_jax.py --output-folder benchmarks  keep the table
+    python benchmarks/bench_jax.py --output-folder benchmarks  write the table
 
-The optimizer alone: scaled gradients of ResNet-50's 161 parameters come in, and Adam updates. A train step: the forward
-pass and the backward pass of a perceptron with float32 weights, and then the same. The buffers of parameters and states
-are donated. Runs on JAX's default device. Exits with status 1 where a bar is missed on the CPU by more than the noise
-allowed.
+The rows of the optimizer alone time an Adam update from the scaled gradients of ResNet-50's 161 parameters. The rows of
+a train step also contain the forward and the backward pass of a perceptron with float32 weights. The buffers of
+parameters and states are donated. Runs on JAX's default device. Exits with status 1 if a bar is missed on the CPU by
+more than the allowed noise.
 """
 
 import functools
@@ -42,29 +42,33 @@ DEVICE = jax.devices()[0]
 ON = "cpu" if DEVICE.platform == "cpu" else "cuda"
 WHERE = f"{len(SHAPES)} arrays ({ON})"
 LAYERS, WIDTH, BATCH_SIZES = (2, 128, (8,)) if "--quick" in sys.argv else (8, 1024, (32, 256))
-LARGE = LAYERS if "--quick" in sys.argv else 17  # layers: more than the 64 MiB of an arena of glibc
-KEEPING = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+LARGE_LAYERS = LAYERS if "--quick" in sys.argv else 17  # more than 64 MiB, the size of an arena of glibc
+KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
-NOTES = f"""A train step is that of a perceptron of {LAYERS} layers of {WIDTH} units: {LAYERS * WIDTH**2 >> 18} MiB of
+NOTES = f"""The train steps train a perceptron with {LAYERS} layers of {WIDTH} units: {LAYERS * WIDTH**2 >> 18} MiB of
 float32 weights, and twice as much for Adam. A CPU emulates float16, so the rows computed in float32, which need no
 scaling, show the cost of scaling next to a fast backward pass.
 
-Without scaling, XLA can use each gradient up as soon as it is computed. With scaling, all gradients are kept until it
-is known whether they are finite, and the update reads them once more. This is the additional temporary memory. jmp,
-flax and mpx select after the update, as `skip_by="select"` does, and so also keep the old parameters and states.
+Without scaling, XLA can apply each gradient as soon as it is computed. With scaling, all gradients stay in memory until
+the check is complete, and the update reads them once more. This is the additional temporary memory. jmp, flax and mpx
+select after the update, like `skip_by="select"`, and so also store the old parameters and states.
 
 On a CPU, glibc returns blocks of 32 MiB and more to the system when they are freed, and the next step has a page fault
-for each 4 KiB of them. A small batch in float32 computes so little that this is up to two fifths of the step. The rows
-with an own process show it: the process begins as a user's does. The rows with freed memory kept run with
-`{" ".join(f"{name}={value}" for name, value in KEEPING.items())}`;
-without the first of them, blocks above the 64 MiB of an arena are mapped again in each step. The remaining difference:
-gradients are written, read to be checked and read again to be applied, while without scaling they stay in the
-processor's cache.
+for each 4 KiB of them. With a small batch in float32, these faults take up to two fifths of the step. The rows with an
+own process show them, because each process starts like the process of a user. The rows with freed memory kept run with
+`{" ".join(f"{name}={value}" for name, value in KEEP_FREED_MEMORY.items())}`.
+Without the first variable, blocks above 64 MiB, the size of an arena, are mapped again in each step. The remaining
+difference is memory traffic: gradients are written, read by the check and read again by the update, while without
+scaling they stay in the processor's cache.
 
-The updates of `update` take the memory of the gradients, or of a copy if those come from outside of the compiled
-function and are not donated. They are read once more to be added.
-The bound of both rows of the optimizer alone is 8 / 7 = 1.14 × no scaling: the check reads the gradients once more."""
-OTHER_WAY = "select" if ON == "cpu" else "cond"  # than the default of `loss_scaled(skip_by=)`
+The updates of `update` use the memory of the gradients, or a copy if the gradients come from outside of the compiled
+function and are not donated. The addition reads them once more. For the optimizer alone, memory traffic sets a lower
+bound of 8 / 7 = 1.14 × no scaling, because the check reads the gradients once more.
+
+A tiny model shows the fixed cost of a step: the state of `loss_scaled` adds nine scalar arrays, which JAX passes into
+the compiled step and out of it. Most of the additional time of such a step is the time of nine unused scalars. If the
+buffers are not donated, XLA also copies these arrays, and a tiny step takes longer still."""
+OTHER_WAY = "select" if ON == "cpu" else "cond"  # not the default of `loss_scaled(skip_by=)`
 THE_OTHER_WAY = f'apply_gradients, skip_by="{OTHER_WAY}"'
 PEERS = ("jmp", "flax DynamicScale", "mpx", "optax.apply_if_finite")
 
@@ -78,7 +82,7 @@ def arrays(dtype: Any) -> list[jax.Array]:
 
 
 def plain(optimizer: Any) -> tuple[Step, Any]:
-    """Return a step with an optimizer of optax's shape as it is, and what it carries."""
+    """Return a step with an optax optimizer, and its first carry: everything that a step passes on to the next step."""
 
     def step(carry: Any, grads: Any) -> Any:
         params, opt_state = carry
@@ -90,7 +94,7 @@ def plain(optimizer: Any) -> tuple[Step, Any]:
 
 
 def ours(**settings: Any) -> tuple[Step, Any]:
-    """Return our step that updates and applies in one go, and what it carries."""
+    """Return a step by `apply_gradients`, and its first carry."""
     optimizer = loss_scaled(ADAM, OURS, **settings)
 
     def step(carry: Any, grads: Any) -> Any:
@@ -102,12 +106,12 @@ def ours(**settings: Any) -> tuple[Step, Any]:
 
 
 def with_jmp() -> tuple[Step, Any]:
-    """Return jmp's documented step, and what it carries."""
+    """Return the step that jmp documents, and its first carry."""
     adam_step, carry = plain(ADAM)
 
     def step(carry: Any, grads: Any) -> Any:
         before, leaves = carry
-        loss_scale = jmp.DynamicLossScale(*leaves)  # here, since ahead of time its pytree cannot be lowered
+        loss_scale = jmp.DynamicLossScale(*leaves)  # made here, because `lower` does not accept its pytree
         grads = loss_scale.unscale(grads)
         finite = jmp.all_finite(grads)
         return jmp.select_tree(finite, adam_step(before, grads), before), jax.tree.leaves(loss_scale.adjust(finite))
@@ -116,14 +120,15 @@ def with_jmp() -> tuple[Step, Any]:
 
 
 def with_flax() -> tuple[Step, Any]:
-    """Return flax's documented step, and what it carries."""
+    """Return the step that flax documents, and its first carry."""
     adam_step, carry = plain(ADAM)
 
     @jax.custom_vjp
     def loss(params: Any, grads: Any) -> Any:
         return jnp.zeros(())
 
-    loss.defvjp(lambda params, grads: (jnp.zeros(()), grads), lambda grads, _: (grads, None))  # scaled ones come in
+    # `grads` are scaled, so the derivative is `grads` whatever the cotangent.
+    loss.defvjp(lambda params, grads: (jnp.zeros(()), grads), lambda grads, _: (grads, None))
 
     def step(carry: Any, grads: Any) -> Any:
         before, dynamic_scale = carry
@@ -172,11 +177,11 @@ def step_rows(quick: bool) -> list[Row]:
     ]
 
 
-def perceptron(layers: int = LAYERS) -> list[dict[str, jax.Array]]:
-    """Return float32 master weights."""
+def perceptron(layers: int = LAYERS, width: int = WIDTH) -> list[dict[str, jax.Array]]:
+    """Return float32 weights."""
     keys = jax.random.split(jax.random.key(0), layers)
-    weights = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
-    return [{"weight": weight, "bias": jnp.zeros(WIDTH)} for weight in weights]
+    weights = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
+    return [{"weight": weight, "bias": jnp.zeros(width)} for weight in weights]
 
 
 def train_loss(dtype: Any) -> Callable[..., jax.Array]:
@@ -191,9 +196,9 @@ def train_loss(dtype: Any) -> Callable[..., jax.Array]:
     return loss
 
 
-def train_steps(dtype: Any, layers: int = LAYERS) -> dict[str, Callable[[], tuple[Step, Any]]]:
-    """Return functions that make each contender's whole train step, as it is documented, and what it carries."""
-    loss, params = train_loss(dtype), functools.partial(perceptron, layers)
+def train_steps(dtype: Any, layers: int = LAYERS, width: int = WIDTH) -> dict[str, Callable[[], tuple[Step, Any]]]:
+    """Return a function for each contender; it returns the documented train step and its first carry."""
+    loss, params = train_loss(dtype), functools.partial(perceptron, layers, width)
 
     def with_optimizer(optimizer: Any, in_one: bool, is_scaled: bool = True) -> tuple[Step, Any]:
         def step(carry: Any, x: jax.Array) -> Any:
@@ -208,10 +213,10 @@ def train_steps(dtype: Any, layers: int = LAYERS) -> dict[str, Callable[[], tupl
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
-        carried = params()
-        return step, (carried, optimizer.init(carried))
+        first = params()
+        return step, (first, optimizer.init(first))
 
-    def jmps(carry: Any, x: jax.Array) -> Any:
+    def jmp_step(carry: Any, x: jax.Array) -> Any:
         params, opt_state, leaves = carry
         loss_scale = jmp.DynamicLossScale(*leaves)
         grads = loss_scale.unscale(jax.grad(lambda params: loss_scale.scale(loss(params, x)))(params))
@@ -219,30 +224,32 @@ def train_steps(dtype: Any, layers: int = LAYERS) -> dict[str, Callable[[], tupl
         stepped = jmp.select_tree(finite, _adam_step(params, opt_state, grads), (params, opt_state))
         return *stepped, jax.tree.leaves(loss_scale.adjust(finite))
 
-    def flaxs(carry: Any, x: jax.Array) -> Any:
+    def flax_step(carry: Any, x: jax.Array) -> Any:
         params, opt_state, dynamic_scale = carry
         dynamic_scale, finite, _, grads = dynamic_scale.value_and_grad(lambda params: loss(params, x))(params)
         stepped = _adam_step(params, opt_state, grads)
         return *jax.tree.map(lambda a, b: jnp.where(finite, a, b), stepped, (params, opt_state)), dynamic_scale
 
-    def mpxs(carry: Any, x: jax.Array) -> Any:
+    def mpx_step(carry: Any, x: jax.Array) -> Any:
         params, opt_state, (loss_scale, counter) = carry
         scaling = mpx.DynamicLossScaling(loss_scale, jnp.float32(1.0), counter=counter)
         _, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(params, x)
         return *mpx.optimizer_update(params, ADAM, opt_state, grads, finite), (scaling.loss_scaling, scaling.counter)
 
     def with_scaler(step: Step, scaler: Any) -> tuple[Step, Any]:
-        carried = params()
-        return step, (carried, ADAM.init(carried), scaler)
+        first = params()
+        return step, (first, ADAM.init(first), scaler)
 
     return {
         "no scaling": lambda: with_optimizer(ADAM, in_one=False, is_scaled=False),
         "apply_gradients": lambda: with_optimizer(loss_scaled(ADAM, OURS), in_one=True),
         "update and apply": lambda: with_optimizer(loss_scaled(ADAM, OURS), in_one=False),
         THE_OTHER_WAY: lambda: with_optimizer(loss_scaled(ADAM, OURS, skip_by=OTHER_WAY), in_one=True),
-        "jmp": lambda: with_scaler(jmps, [jnp.float32(SCALE), jnp.int32(0)]),
-        "flax DynamicScale": lambda: with_scaler(flaxs, DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))),
-        "mpx": lambda: with_scaler(mpxs, (jnp.float32(SCALE), jnp.int32(0))),
+        "jmp": lambda: with_scaler(jmp_step, [jnp.float32(SCALE), jnp.int32(0)]),
+        "flax DynamicScale": lambda: with_scaler(
+            flax_step, DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
+        ),
+        "mpx": lambda: with_scaler(mpx_step, (jnp.float32(SCALE), jnp.int32(0))),
         "optax.apply_if_finite": lambda: with_optimizer(optax.apply_if_finite(ADAM, 10), in_one=False, is_scaled=False),
     }
 
@@ -253,31 +260,53 @@ def _adam_step(params: Any, opt_state: Any, grads: Any) -> Any:
 
 
 def train_rows(quick: bool) -> list[Row]:
-    """Time whole train steps at two batch sizes, and say what temporary memory they need."""
+    """Time whole train steps at two batch sizes, and return their temporary memory."""
     dtypes = (jnp.float16,) if quick else (jnp.float16, jnp.float32)
     rows = [row for dtype in dtypes for size in BATCH_SIZES for row in _train_rows(dtype, size, ON, quick)]
     if ON == "cpu" and platform.libc_ver()[0] == "glibc":
-        for layers, size in ((LAYERS, BATCH_SIZES[0]), (LARGE, 2 * BATCH_SIZES[0])):
-            rows += _rows_alone(quick, layers, size, keeps=False) + _rows_alone(quick, layers, size, keeps=True)
+        for layers, size in ((LAYERS, BATCH_SIZES[0]), (LARGE_LAYERS, 2 * BATCH_SIZES[0])):
+            rows += _rows_alone(quick, layers, size, keep=False) + _rows_alone(quick, layers, size, keep=True)
     return rows
 
 
-_alone: "_Turn"  # of a process that has nothing else
+def tiny_rows(quick: bool) -> list[Row]:
+    """Time a step of two small arrays, and the same step without scaling but with nine scalars in its carry."""
+    contenders = train_steps(jnp.float32, layers=1, width=64)
+    (step, first), (_, other) = contenders["no scaling"](), contenders["no scaling"]()
+
+    def step_with_scalars(carry: Any, x: jax.Array) -> Any:
+        return step(carry[0], x), carry[1]
+
+    x = jax.random.normal(jax.random.key(1), (8, 64))
+    with_scalars = step_with_scalars, (other, [jnp.int32(n) for n in range(9)])
+    turns = [
+        _Turn(jax.jit(function, donate_argnums=0).lower(carry, x).compile(), carry, x)
+        for function, carry in ((step, first), with_scalars, contenders["apply_gradients"]())
+    ]
+    plain_time, scalars_time, our_time = interleaved(turns, 3 if quick else 101, 20)
+    where = f"2 arrays, 8 samples, computed in float32 ({ON})"
+    return [
+        Row(f"train step, apply_gradients, {where}", "× no scaling", our_time / plain_time, math.inf),
+        Row(f"no scaling, nine unused scalars, {where}", "× no scaling", scalars_time / plain_time, math.inf),
+    ]
 
 
-def _rows_alone(quick: bool, layers: int, size: int, keeps: bool) -> list[Row]:
-    """Time a step that page faults slow down, each contender in a process of its own, as a user has it."""
+_alone: "_Turn"  # the step of this process
+
+
+def _rows_alone(quick: bool, layers: int, size: int, keep: bool) -> list[Row]:
+    """Time a step that page faults slow down; each contender runs in its own process, like a user's program."""
     model = (
         f"{size} samples" if layers == LAYERS else f"{layers * WIDTH**2 * 4 / 2**20:.0f} MiB of weights, {size} samples"
     )
-    where = f"{model}, computed in float32 (cpu, own process{', freed memory kept' * keeps})"
+    where = f"{model}, computed in float32 (cpu, own process{', freed memory kept' * keep})"
     bars = {"apply_gradients": 1.15, "update and apply": 1.25}
     with ExitStack() as stack:
         turns = []
         for name in ("no scaling", *bars):
             pool = ProcessPoolExecutor(1, get_context("spawn"), _begin_alone, (name, layers, size))
             stack.enter_context(pool)
-            with patch.dict(os.environ, KEEPING if keeps else {}):  # read by glibc when the process starts
+            with patch.dict(os.environ, KEEP_FREED_MEMORY if keep else {}):  # glibc reads them when the process starts
                 pool.submit(int).result()
             turns.append(functools.partial(_result, pool))
         plain, *times = interleaved(turns, 2 if quick else 41)
@@ -288,7 +317,7 @@ def _rows_alone(quick: bool, layers: int, size: int, keeps: bool) -> list[Row]:
 
 
 def _begin_alone(name: str, layers: int, size: int) -> None:
-    """Make one contender's step."""
+    """Compile the step of a contender in this process."""
     global _alone
     step, carry = train_steps(jnp.float32, layers)[name]()
     x = jax.random.normal(jax.random.key(1), (size, WIDTH))
@@ -307,7 +336,7 @@ def _train_rows(dtype: Any, batch_size: int, on: str, quick: bool) -> list[Row]:
     where = f"{batch_size} samples, computed in {jnp.dtype(dtype).name} ({on})"
     x = jax.random.normal(jax.random.key(1), (batch_size, WIDTH))
     contenders = train_steps(dtype)
-    if dtype == jnp.float32:  # where mpx computes in float16 nevertheless, and nothing needs scaling
+    if dtype == jnp.float32:  # mpx would compute in float16, and the other tools are for float16
         contenders = {name: contenders[name] for name in ("no scaling", "apply_gradients", "update and apply")}
     turns, memory = {}, {}
     for name, make in contenders.items():
@@ -330,31 +359,31 @@ def _train_rows(dtype: Any, batch_size: int, on: str, quick: bool) -> list[Row]:
 
 
 class _Turn:
-    """One step after another, each from where the last one ended."""
+    """A function that takes a step from the carry of the step before it."""
 
-    def __init__(self, step: Step, carry: Any, given: Any) -> None:
-        self.step, self.carry, self.given = step, carry, given
+    def __init__(self, step: Step, carry: Any, inputs: Any) -> None:
+        self.step, self.carry, self.inputs = step, carry, inputs
 
     def __call__(self) -> None:
-        self.carry = jax.block_until_ready(self.step(self.carry, self.given))
+        self.carry = jax.block_until_ready(self.step(self.carry, self.inputs))
 
 
 def check_rows(quick: bool) -> list[Row]:
-    """Time the finite check alone against those of the other tools."""
+    """Time the finite check alone against the checks of the other tools."""
     rows = []
     for dtype, bar in ((jnp.float32, 0.35), (jnp.float16, 0.6)):
         grads = arrays(dtype)
         checks = [jax.jit(check).lower(grads).compile() for check in (jmp.all_finite, _flax_all_finite, all_finite)]
         turns = [lambda check=check, grads=grads: check(grads).block_until_ready() for check in checks]
-        theirs, flaxs, ours = interleaved(turns, 3 if quick else 101)
+        jmp_time, flax_time, our_time = interleaved(turns, 3 if quick else 101)
         name = f"all_finite, {jnp.dtype(dtype).name}, {WHERE}"
-        rows += [Row(name, "× jmp's all(isfinite)", ours / theirs, bar)]
-        rows += [Row(name, "× flax's all(isfinite)", ours / flaxs, bar)]
+        rows += [Row(name, "× jmp's all(isfinite)", our_time / jmp_time, bar)]
+        rows += [Row(name, "× flax's all(isfinite)", our_time / flax_time, bar)]
     return rows
 
 
 def _flax_all_finite(grads: Any) -> Any:
-    """Return what `DynamicScale` computes."""
+    """Return the check of `DynamicScale`."""
     finite = jnp.array(True)
     for grad in jax.tree.leaves(grads):
         finite &= jnp.all(jax.lax.is_finite(grad))
@@ -362,8 +391,8 @@ def _flax_all_finite(grads: Any) -> Any:
 
 
 def measure(quick: bool) -> list[Row]:
-    """Measure everything on JAX's default device."""
-    return check_rows(quick) + step_rows(quick) + train_rows(quick)
+    """Measure all rows on JAX's default device."""
+    return check_rows(quick) + step_rows(quick) + tiny_rows(quick) + train_rows(quick)
 
 
 if __name__ == "__main__":

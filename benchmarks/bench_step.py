@@ -1,10 +1,10 @@
-"""What a scaler adds to a whole training step of PyTorch, in milliseconds and as a share of the step.
+"""Time that a scaler adds to a whole training step of PyTorch, in milliseconds and as a share of the step.
 
     python benchmarks/bench_step.py                                   measure and print
-    python benchmarks/bench_step.py --output-folder benchmarks   keep the table
+    python benchmarks/bench_step.py --output-folder benchmarks   write the table
 
 Forward, backward and the optimizer run in float32: on a CPU float16 is slower, and a scaler's share would look smaller.
-One thread works, and the time that it had the processor counts, so that other work on the machine does not.
+The step runs in one thread, and only its processor time counts, so that other work on the machine has no effect.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Model(NamedTuple):
 
 
 def models() -> list[Model]:
-    """Return a small and a middle model."""
+    """Return a small and a medium model."""
     perceptron = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
     layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
     transformer = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -47,7 +47,7 @@ def models() -> list[Model]:
 
 
 def train(module: torch.nn.Module, optimizer: Any, scaler: Any, batch: torch.Tensor) -> tuple[float, float]:
-    """Take one step, and return its milliseconds and those of the scaler's and the optimizer's calls alone."""
+    """Take one step; return the milliseconds of the step, and of its calls of scaler and optimizer alone."""
     start = time.process_time()
     optimizer.zero_grad()
     loss = module(batch).square().mean()
@@ -66,10 +66,10 @@ def train(module: torch.nn.Module, optimizer: Any, scaler: Any, batch: torch.Ten
     return 1e3 * (end - start), 1e3 * (end - before_step + after_scale - before_scale)
 
 
-def measured(model: Model, rounds: int) -> list[float]:
-    """Return the milliseconds of a step without a scaler, and what torch's scaler and this library's add to it.
+def measure(model: Model, rounds: int) -> list[float]:
+    """Return the milliseconds of a step without a scaler, and the time that torch's scaler and this one add to it.
 
-    What a scaler adds is the difference of the calls alone: forward and backward vary by more than that.
+    The time that a scaler adds is the difference of its calls alone: forward and backward vary more than this.
     """
     batch = torch.randn(model.batch)
     steps = []
@@ -86,7 +86,7 @@ def measured(model: Model, rounds: int) -> list[float]:
 
 
 def _turn(steps: list[Step], first: int) -> list[tuple[float, float]]:
-    """Run each step once; another one begins each round."""
+    """Run each step once, beginning with another step in each round."""
     times = {}
     for number in range(len(steps)):
         which = (first + number) % len(steps)
@@ -99,7 +99,7 @@ def table(rounds: int) -> str:
     lines = ["| model | parameters | a step without a scaler | torch's `GradScaler` adds | this one adds |"]
     lines.append("|---|---|---|---|---|")
     for model in models():
-        plain, *added = measured(model, rounds)
+        plain, *added = measure(model, rounds)
         count = sum(parameter.numel() for parameter in model.module.parameters())
         cells = [f"{more:.2f} ms ({more / plain:.1%})" for more in added]
         lines.append(f"| {model.name} | {count / 1e6:.2g} M | {plain:.2f} ms | {' | '.join(cells)} |")
@@ -107,24 +107,24 @@ def table(rounds: int) -> str:
 
 
 def main() -> None:
-    """Measure, print, and keep the table where asked."""
+    """Measure, print, and write the table if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repetitions: shows that everything runs")
-    parser.add_argument("--output-folder", type=Path, help="a folder to keep the table in, as Markdown")
+    parser.add_argument("--output-folder", type=Path, help="a folder to write the table to, as Markdown")
     options = parser.parse_args()
     torch.set_num_threads(1)
     machine = f"a CPU with {os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
     rounds = 9 if options.quick else ROUNDS
     text = (
         f"{table(rounds)}\n\nA step is forward, backward and AdamW, in float32. Medians over "
-        f"{rounds} rounds of one thread's processor time; in a round each step runs once. What a scaler adds is "
-        f"the time of `scale`, `step` and `update` beyond that of `optimizer.step()`. Measured on {machine}; "
+        f"{rounds} rounds of one thread's processor time; in a round each step runs once. A scaler adds the time of "
+        f"`scale`, `step` and `update`, less the time of `optimizer.step()` alone. Measured on {machine}; "
         "not measured on a GPU."
     )
     print(text)
     if options.output_folder:
         made = f"Made by `python benchmarks/bench_step.py --output-folder {options.output_folder}`."
-        page = f"# What a scaler adds to a training step in PyTorch\n\n{text}\n\n{made}\n"
+        page = f"# Time that a scaler adds to a training step in PyTorch\n\n{text}\n\n{made}\n"
         (options.output_folder / "step.md").write_text(page)
 
 

@@ -1,11 +1,11 @@
-"""What `lossscale_torch.GradScaler` costs against torch's own: ratios of interleaved medians in one run.
+"""Cost of `lossscale_torch.GradScaler`, compared with torch's scaler: ratios of interleaved medians in one run.
 
     python benchmarks/bench_torch.py                                      measure and print
     python benchmarks/bench_torch.py --quick                              a smoke test, in seconds
-    python benchmarks/bench_torch.py --output-folder benchmarks  keep the table
+    python benchmarks/bench_torch.py --output-folder benchmarks  write the table
 
-Runs on a CUDA device where there is one, else on the CPU, where it exits with status 1 if a bar is missed by more than
-the noise allowed.
+Runs on a CUDA device if available, otherwise on the CPU. On the CPU it exits with status 1 if a bar is missed by more
+than the allowed noise.
 """
 
 import functools
@@ -28,10 +28,10 @@ ON = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class NoOp(torch.optim.Optimizer):
-    """An optimizer that leaves everything alone, so that the scaler's own cost remains.
+    """An optimizer that changes nothing, so that a step costs the time of the scaler.
 
-    Its `step` is the instance's: torch wraps that of every optimizer *class* in a profiler hook, which costs more than
-    the scaler does.
+    Its `step` is an attribute of the instance, because torch wraps the `step` of every optimizer class in a profiler
+    hook, which costs more than the scaler.
     """
 
     def __init__(self, params: Any) -> None:
@@ -48,13 +48,13 @@ def parameters(shapes: list[tuple[int, ...]], device: str) -> list[torch.nn.Para
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device, so that a time covers the work it started."""
+    """Wait for the device, so that a time includes the work on it."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def step_with(scaler: Any, optimizer: Any, device: str) -> None:
-    """Take one step as every training loop does."""
+    """Take one step like a plain training loop."""
     scaler.scale(torch.ones((), device=device))
     scaler.step(optimizer)
     scaler.update()
@@ -62,7 +62,7 @@ def step_with(scaler: Any, optimizer: Any, device: str) -> None:
 
 
 def clip_with_torch(scaler: Any, optimizer: Any, params: list[Any], device: str) -> None:
-    """Unscale, clip, step, update: torch's recipe."""
+    """Take one step with clipping by torch's recipe."""
     scaler.scale(torch.ones((), device=device))
     scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(params, 1.0)
@@ -72,7 +72,7 @@ def clip_with_torch(scaler: Any, optimizer: Any, params: list[Any], device: str)
 
 
 def clip_with_ours(scaler: Any, optimizer: Any, device: str) -> None:
-    """Do the same with one read and one multiply."""
+    """Take one step with clipping by `unscale_and_clip_`, which reads once and multiplies once."""
     scaler.scale(torch.ones((), device=device))
     scaler.unscale_and_clip_(optimizer, 1.0)
     scaler.step(optimizer)
@@ -88,18 +88,18 @@ def clip_without_scaler(optimizer: Any, params: list[Any], device: str) -> None:
 
 
 def step_alone(optimizer: Any, device: str) -> None:
-    """Step an optimizer that checks and clips by itself."""
+    """Step a `guarded` optimizer, which checks and clips."""
     optimizer.step()
     synchronize(device)
 
 
 class FusedNoOp(NoOp):
-    """The same, which takes the factor and the flag of a fused optimizer."""
+    """An optimizer that changes nothing, and accepts the factor and the flag of a fused optimizer."""
 
     _step_supports_amp_scaling = True
 
     def step(self, closure: Any = None) -> None:
-        """Do nothing; the instance's own `step` is called in its place."""
+        """Do nothing; the attribute of the instance replaces this method."""
 
 
 OWN_COST_BARS = {
@@ -110,21 +110,21 @@ OWN_COST_BARS = {
 
 
 def own_cost_rows(quick: bool, device: str) -> list[Row]:
-    """Time a scaler's own calls, after a real backward and with an optimizer that does nothing, on one thread."""
+    """Time the calls of a scaler alone, after a real backward pass and without an update, on one thread."""
     rows, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
     for kind, bars in OWN_COST_BARS.items():
         for count, bar in bars.items():
             loops = [OwnCost(make, kind, count, device) for make in (torch.amp.GradScaler, GradScaler)]
-            theirs, ours = interleaved_seconds(loops, 3 if quick else 21, max(2000 // count, 5))
+            torch_time, our_time = interleaved_seconds(loops, 3 if quick else 21, max(2000 // count, 5))
             work = f"own cost, {kind}, {count} tensors of 64 ({device})"
-            rows.append(Row(work, "× torch's GradScaler", ours / theirs, bar))
+            rows.append(Row(work, "× torch's GradScaler", our_time / torch_time, bar))
     torch.set_num_threads(threads)
     return rows
 
 
 class OwnCost:
-    """A training loop of which only the scaler's own calls are timed."""
+    """A training loop in which only the calls of the scaler are timed."""
 
     def __init__(self, make_scaler: Any, kind: str, count: int, device: str) -> None:
         self.params = [torch.nn.Parameter(torch.randn(64, device=device)) for _ in range(count)]
@@ -136,7 +136,7 @@ class OwnCost:
         }.get(kind, lambda: None)
 
     def __call__(self) -> float:
-        """Take a step; return the seconds of the scaler's calls in it."""
+        """Take a step; return the seconds of the scaler's calls."""
         loss = torch.cat(self.params).sum()
         synchronize(self.device)
         start = time.perf_counter()
@@ -169,11 +169,11 @@ def interleaved_seconds(steps: list[OwnCost], repetitions: int, calls: int) -> l
         for turn in range(len(steps)):
             number = (first + turn) % len(steps)
             times[number].append(statistics.mean(steps[number]() for _ in range(calls)))
-    return [statistics.median(each) for each in times]
+    return [statistics.median(seconds) for seconds in times]
 
 
 def launch_rows() -> list[Row]:
-    """Count the calls of torch in an `update` after a fused optimizer, as a graph records them."""
+    """Count the calls of torch in an `update` after a fused optimizer, which a graph would record."""
     counts = []
     for make in (torch.amp.GradScaler, GradScaler):
         param = torch.nn.Parameter(torch.ones(4))
@@ -215,7 +215,7 @@ def attempts_rows(quick: bool, device: str) -> list[Row]:
 
 
 class CallCounter(TorchDispatchMode):
-    """Counts the calls that reach torch's kernels."""
+    """A counter of the calls that reach torch's kernels."""
 
     count = 0
 
@@ -228,10 +228,10 @@ class CallCounter(TorchDispatchMode):
 def training_rows(quick: bool, device: str) -> list[Row]:
     """Time the stage after backward on ResNet-50's 161 parameters, with and without clipping.
 
-    A clipped row also names its bound: how often ours and torch's recipe must stream an array of all elements
-    through memory. For AdamW, torch reads and writes the gradients to unscale, reads them for the norm, reads and
-    writes them to clip (5), and its kernel reads four arrays and writes three (7); ours reads them for the norm
-    and reads and writes them once (3).
+    A row with clipping also names its bound: the number of arrays of all elements that each recipe must move through
+    memory. For AdamW, torch reads and writes the gradients to unscale, reads them for the norm, reads and writes them
+    to clip (5), and its kernel reads four arrays and writes three (7). `unscale_and_clip_` reads the gradients for the
+    norm, and then reads and writes them once (3).
     """
     rows = []
     optimizers = {
@@ -239,7 +239,7 @@ def training_rows(quick: bool, device: str) -> list[Row]:
         "SGD fused": (lambda p: torch.optim.SGD(p, lr=1e-6, fused=True), (5, 8)),
         "AdamW fused": (lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True), (10, 12)),
     }
-    for name, (make, (ours_streams, torchs_streams)) in optimizers.items():
+    for name, (make, (our_streams, torch_streams)) in optimizers.items():
         params = parameters(resnet50_shapes(), device)
         optimizer = make(params)
         peer, ours = (
@@ -257,10 +257,10 @@ def training_rows(quick: bool, device: str) -> list[Row]:
             functools.partial(step_alone, alone, device),
         ]
         times = interleaved(steps, 3 if quick else 41, before=functools.partial(restore, params))
-        bound = ours_streams / torchs_streams
+        bound = our_streams / torch_streams
         bar = round(bound + 0.03, 2)
         where = f"{name}, 161 tensors ({device})"
-        bounded = f"{where}; {ours_streams}/{torchs_streams} = {bound:.2f} by memory streams"
+        bounded = f"{where}; {our_streams}/{torch_streams} = {bound:.2f} by memory streams"
         rows += [
             Row(f"step, {where}", "× torch's GradScaler", times[1] / times[0], 1.0),
             Row(f"clip + step, {bounded}", "× unscale_ + clip_grad_norm_ + step + update", times[3] / times[2], bar),
@@ -270,14 +270,14 @@ def training_rows(quick: bool, device: str) -> list[Row]:
                 f"guarded step, {where}",
                 "× clip_grad_norm_ + step",
                 times[6] / times[4],
-                1.0 if ours_streams == 6 else 1.05,
+                1.0 if our_streams == 6 else 1.05,
             ),
         ]
     return rows
 
 
 def device_rows(quick: bool) -> list[Row]:
-    """On a CUDA device: time by its own events, kernels launched, and bytes moved against the bandwidth limit."""
+    """Return the time by CUDA events, the number of kernels, and the ratio to the bandwidth limit."""
     params = parameters(resnet50_shapes(), "cuda")
     optimizer = torch.optim.AdamW(params, lr=1e-6, fused=True)
     peer, ours = (
@@ -304,7 +304,7 @@ def device_rows(quick: bool) -> list[Row]:
 
 
 def _bandwidth() -> float:
-    """Return the bytes a second that a large copy moves, reads and writes counted."""
+    """Return the bytes per second that a large copy reads and writes."""
     source = torch.empty(2**28, device="cuda")
     target = torch.empty_like(source)
     return 8 * source.numel() / _event_seconds(lambda: target.copy_(source), 11, [])
@@ -332,15 +332,15 @@ def _launches(step: Step, params: list[Any]) -> float:
 
 
 def restore(params: list[Any]) -> None:
-    """Make gradients what they were: each step unscales them, and clipping shrinks them."""
+    """Reset the gradients, because each step unscales them and clipping shrinks them."""
     for param in params:
         param.grad.fill_(1e-3)
 
 
 def measure(quick: bool) -> list[Row]:
-    """Measure on CUDA where there is a device, else on the CPU."""
+    """Measure on a CUDA device if available, otherwise on the CPU."""
     kinds = (own_cost_rows, training_rows, attempts_rows)
-    rows = [row for rows_of in kinds for row in rows_of(quick, ON)]
+    rows = [row for measure_rows in kinds for row in measure_rows(quick, ON)]
     return rows + (device_rows(quick) if ON == "cuda" else launch_rows())
 
 

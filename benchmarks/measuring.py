@@ -13,7 +13,7 @@ NOISE = 1.05
 
 
 class Row(NamedTuple):
-    """One measured number, the name of its divisor if it is a ratio, and its bar."""
+    """A measured number, its unit (for a ratio, the name of the divisor), and its bar."""
 
     work: str
     unit: str
@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
     @property
     def held(self) -> bool:
-        """Whether the bar is held, give or take the noise of a shared machine."""
+        """Whether the number is within the bar, with a tolerance for the noise of a shared machine."""
         return self.measured <= self.bar * NOISE
 
 
@@ -46,10 +46,10 @@ def interleaved(
     calls: int = 1,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Return each function's median seconds a call; the functions take turns, so that noise hits all alike.
+    """Return the median seconds per call of each function; the functions take turns, so that noise affects all alike.
 
-    Each round begins with another one, so that none always follows the same. `before` is called ahead of each turn and
-    is not timed.
+    Each round begins with another function, so that a function does not always run after the same function. `before` is
+    called before each turn and is not timed.
     """
     times: list[list[float]] = [[] for _ in functions]
     for first in range(repetitions):
@@ -60,7 +60,7 @@ def interleaved(
             for _ in range(calls):
                 functions[number]()
             times[number].append((time.perf_counter() - start) / calls)
-    return [statistics.median(of_function) for of_function in times]
+    return [statistics.median(seconds) for seconds in times]
 
 
 def table(rows: list[Row]) -> str:
@@ -73,10 +73,10 @@ def table(rows: list[Row]) -> str:
 
 
 def run(name: str, title: str, measure: Callable[[bool], list[Row]], versions: str, usage: str, notes: str = "") -> int:
-    """Measure, print, keep the table and the notes where asked, and return 1 where a bar was missed on the CPU."""
+    """Measure, print, write the table and the notes if requested, and return 1 if a bar was missed on the CPU."""
     parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repetitions: shows that everything runs")
-    parser.add_argument("--output-folder", type=Path, help="a folder to keep the table in, as Markdown")
+    parser.add_argument("--quick", action="store_true", help="few repetitions: a test that everything runs")
+    parser.add_argument("--output-folder", type=Path, help="a folder to write the table to, as Markdown")
     options = parser.parse_args()
     rows = measure(options.quick)
     machine = f"{versions}, Python {platform.python_version()}, {platform.machine()}"

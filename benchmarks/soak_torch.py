@@ -7,7 +7,7 @@ Processes train together (DistributedDataParallel over gloo) with BatchNorm, a s
 retries. At random steps the gradients of one rank overflow, a batch has a norm that is far too large, or a process is
 killed with SIGKILL: between two steps, between backward and step, or while it saves.
 The run then continues from its last checkpoint. In the end weights, buffers, optimizer, schedule, loss scale and guard
-must be those of the same run without kills.
+must be equal to the same run without kills.
 """
 
 import argparse
@@ -47,17 +47,17 @@ class Figures(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """One planned fault: what happens at a step, to which rank."""
+    """The planned fault of a step, and the rank that it affects."""
 
     overflows_above: float
     """The loss scale above which the gradients of the rank overflow."""
     weight: float
-    """The factor of its loss: large for a spike."""
+    """The factor of the loss of the rank: large for a spike."""
     rank: int
 
 
 def faults(seed: int, steps: int, processes: int) -> list[Fault]:
-    """Return a fault, or none, for each step."""
+    """Return the fault of each step; most of them have no effect."""
     chance = random.Random(seed)
     planned = []
     for _ in range(steps):
@@ -71,7 +71,7 @@ def faults(seed: int, steps: int, processes: int) -> list[Fault]:
 
 
 class Run:
-    """One process's part of the run."""
+    """The part of a run in one process."""
 
     def __init__(self, folder: Path, rank: int, processes: int, seed: int, steps: int) -> None:
         torch.set_num_threads(1)
@@ -81,8 +81,8 @@ class Run:
         layers = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
         )
-        # Otherwise DDP lays its buckets out again after the first step of a process, and the ring over four ranks then
-        # adds the same numbers in another order: a run that has begun again would differ by roundings.
+        # Without this argument, DDP changes its buckets after the first step of a process. The ring over four ranks
+        # then adds the same numbers in another order, and a restarted run would differ by roundings.
         self._model = DistributedDataParallel(layers, find_unused_parameters=True)
         self._optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2, fused=bool(seed % 2))
         self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, 0.99)
@@ -93,20 +93,20 @@ class Run:
         self.overflows = self.spikes = self.skipped = 0
 
     def parts(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the parts of a checkpoint by name."""
         return {"model": self._model, "optimizer": self._optimizer, "schedule": self._schedule, "scaler": self._scaler}
 
     def resume(self) -> None:
         """Continue from the last checkpoint, if one exists."""
         file = self._folder / "checkpoint.pt"
         if file.exists():
-            saved = torch.load(file, weights_only=False)
+            checkpoint = torch.load(file, weights_only=False)
             for name, part in self.parts().items():
-                part.load_state_dict(saved[name])
-            self._number = saved["step"]
+                part.load_state_dict(checkpoint[name])
+            self._number = checkpoint["step"]
 
     def save(self, name: str) -> None:
-        """Save on rank 0, so that a reader sees the old file or the new one."""
+        """Save on rank 0; a reader sees the old file or the new file, never a part of it."""
         if self._rank == 0:
             buffer = io.BytesIO()
             states = {name: part.state_dict() for name, part in self.parts().items()}
@@ -120,7 +120,7 @@ class Run:
             os.replace(self._folder / "partial", self._folder / name)
 
     def train(self, die_at: int, die_in: str) -> None:
-        """Train to the end, or to the step at which this process is to be killed."""
+        """Train to the end, or to the step at which this process kills itself."""
         while self._number < self._steps:
             self._die_in = die_in if self._number >= die_at else ""
             self._die_here("before")
@@ -135,7 +135,7 @@ class Run:
         self.save(FINISHED)
 
     def _take_step(self) -> StepInfo:
-        """Take a step; after an overflow, take it again at the lower scale."""
+        """Take a step; after an overflow, repeat it at the lower scale."""
         for _ in range(RETRIES + 1):
             self._optimizer.zero_grad()
             self._scaler.scale(self._loss()).backward()
@@ -166,48 +166,48 @@ class Run:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Be one process of the run."""
+    """Run one process of the run."""
     meeting = f"file://{arguments.meeting}"
     dist.init_process_group("gloo", init_method=meeting, rank=arguments.rank, world_size=arguments.processes)
     run = Run(arguments.folder, arguments.rank, arguments.processes, arguments.seed, arguments.steps)
     run.resume()
     run.train(arguments.die_at, arguments.die_in)
     dist.barrier()
-    os._exit(0)  # past torch's threads, which abort an interpreter's orderly end now and then
+    os._exit(0)  # without the orderly end of the interpreter, which torch's threads abort now and then
 
 
 def train(folder: Path, processes: int, seed: int, steps: int, victims: list[tuple[int, int, str]]) -> dict[str, Any]:
-    """Train in processes; start again after each victim, (rank, step, phase), is killed. Return the last checkpoint."""
+    """Train in processes; restart after each victim (rank, step, phase) is killed, and return the last checkpoint."""
     for attempt, victim in enumerate([*victims, (-1, steps, "")]):
         command = [sys.executable, __file__, "--worker", "--folder", folder, "--meeting", folder / f"meeting{attempt}"]
         command += ["--processes", processes, "--seed", seed, "--steps", steps]
         running = []
         for rank in range(processes):
             die_at, die_in = victim[1:] if rank == victim[0] else (steps, "")
-            ours = [*command, "--rank", rank, "--die-at", die_at, "--die-in", die_in]
-            running.append(subprocess.Popen([str(each) for each in ours], stderr=subprocess.PIPE))
+            arguments = [*command, "--rank", rank, "--die-at", die_at, "--die-in", die_in]
+            running.append(subprocess.Popen([str(argument) for argument in arguments], stderr=subprocess.PIPE))
         _wait(running, victim[0])
     return dict(torch.load(folder / FINISHED, weights_only=False))
 
 
 def _wait(running: list[Any], victim: int) -> None:
-    """Wait for all, or for the one that is killed, and end the others, which wait for it."""
+    """Wait for all processes; if there is a victim, wait for its end and kill the others, which wait for it."""
     if victim >= 0:
         _, errors = running[victim].communicate(timeout=300)
-        for each in running:
-            each.kill()
-            each.communicate()
+        for process in running:
+            process.kill()
+            process.communicate()
         if running[victim].returncode != KILLED:
             raise RuntimeError(f"rank {victim} was to be killed: {errors.decode()[-2000:]}")
         return
-    for each in running:
-        _, errors = each.communicate(timeout=300)
-        if each.returncode:
-            raise RuntimeError(f"a process ended with {each.returncode}: {errors.decode()[-2000:]}")
+    for process in running:
+        _, errors = process.communicate(timeout=300)
+        if process.returncode:
+            raise RuntimeError(f"a process ended with {process.returncode}: {errors.decode()[-2000:]}")
 
 
 def differences(a: Any, b: Any) -> int:
-    """Return in how many numbers or tensors two checkpoints differ, bit for bit."""
+    """Return the number of numbers and tensors in which two checkpoints differ, bit for bit."""
     if isinstance(a, dict):
         return sum(differences(a[key], b[key]) if key in b else 1 for key in a) + len(b.keys() - a.keys())
     if isinstance(a, list | tuple):
@@ -226,15 +226,15 @@ def soak(processes: int, steps: int, kills: int, seed: int) -> Figures:
         phase = chance.choice(PHASES)
         victims.append((0 if phase == "saving" else chance.randrange(processes), step, phase))
     with tempfile.TemporaryDirectory() as disturbed, tempfile.TemporaryDirectory() as calm:
-        found = train(Path(disturbed), processes, seed, steps, victims)
+        actual = train(Path(disturbed), processes, seed, steps, victims)
         expected = train(Path(calm), processes, seed, steps, [])
     counts = {name: expected.pop(name) for name in ("overflows", "spikes", "skipped")}
-    found = {name: found[name] for name in expected}  # a run that began again has counted the rest only
-    return Figures(processes, steps, **counts, kills=kills, differences=differences(found, expected))
+    actual = {name: actual[name] for name in expected}  # without the counts, which a restarted run began at zero
+    return Figures(processes, steps, **counts, kills=kills, differences=differences(actual, expected))
 
 
 def main() -> int:
-    """Soak, and print a line for each run."""
+    """Run all soaks, and print a line for each soak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short run")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
