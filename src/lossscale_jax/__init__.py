@@ -1,10 +1,10 @@
 """Loss scaling for JAX: the five verbs over pytrees, a scaled `value_and_grad`, and a wrapper for any optimizer.
 
-All functions are pure, and work eagerly and under every transform. The state is a pytree of 0-d arrays.
+All functions are pure, and work eagerly and under JAX's transforms. A scale state is a pytree of arrays of shape `()`.
 """
 
 try:
-    import optax as _optax  # noqa: F401  # which imports jax
+    import optax as _optax  # noqa: F401  # also imports jax
 except ModuleNotFoundError as error:
     if error.name not in ("jax", "optax"):
         raise
@@ -40,6 +40,6 @@ __all__ = [
 ]
 
 for _type in (LastStep, LossScaledState, LossScaledTransformation, Window):
-    # A pickle stores the module name of a class: the public one lets the private modules change.
+    # A pickle stores the module name of a class. With the public name, the private modules may change.
     _type.__module__ = __name__
 del _type

@@ -1,4 +1,4 @@
-"""The five verbs, `value_and_grad` and the report on an overflow: pure functions, correct under every transform."""
+"""The five verbs, `value_and_grad` and `overflow_report`."""
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
@@ -16,12 +16,12 @@ from lossscale_jax import _gradients
 from lossscale_jax._gradients import PyTree, Tree, at_least_float32, divide, gradients_of, is_array, multiply, name_of
 
 if TYPE_CHECKING:
-    Device = Any  # jax has no type of it that a checker finds
+    Device = Any  # type checkers do not find `jax.Device`
 else:
     from jax import Device
 
 P = ParamSpec("P")
-Params = TypeVar("Params", bound=Any)  # the bound lets pyright accept arithmetic on it in a lambda
+Params = TypeVar("Params", bound=Any)  # with this bound, pyright accepts arithmetic on parameters in a lambda
 Value = TypeVar("Value")
 Aux = TypeVar("Aux")
 Grads = TypeVar("Grads")
@@ -36,21 +36,22 @@ class HasLossScale(Protocol):
 
 
 def loss_scale_of(state: HasLossScale, call: str) -> Array:
-    """Return the loss scale of `state`; raise `TypeError` that shows the `call` if `state` is not a state."""
+    """Return the loss scale of `state`; if `state` is not a state, raise a `TypeError` that names the `call`."""
     return jnp.asarray(adapters.loss_scale_of(state, call, "init_state or get_scale_state(opt_state)"))
 
 
 def init_state(policy: PolicyLike, *, device: Device | Sharding | None = None) -> ScaleState[Array]:
     """Return the state before the first step under `policy`.
 
-    The leaves are strongly typed and stay so, so that a step is compiled once. Does not synchronise with the host.
+    The arrays have the dtypes that every later state has, so that a step is compiled once. Does not synchronise with
+    the host.
 
     Args:
         policy: Anything that `lossscale_core.as_policy` accepts.
         device: Where to place the state; by default, JAX's default device.
 
     Returns:
-        The policy's state, a NamedTuple of float32 and int32 arrays of shape `()`, and so a pytree.
+        The policy's state: a NamedTuple of float32 and int32 arrays of shape `()`, which is a pytree.
 
     Raises:
         PolicyError: `policy` is not a policy.
@@ -68,13 +69,13 @@ def scale(loss: ArrayLike, state: HasLossScale) -> Array: ...
 @overload
 def scale(loss: Tree, state: HasLossScale) -> Tree: ...
 def scale(loss: Any, state: HasLossScale) -> Any:
-    """Multiply `loss` by the loss scale: differentiate the result.
+    """Multiply `loss` by the loss scale; differentiate the result.
 
-    Everything below float32 is converted to it first, because a scale of 2**16 is infinite in float16. Does not
+    A narrower dtype is first converted to float32, because a scale of 2**16 is infinite in float16. Does not
     synchronise with the host.
 
     Args:
-        loss: An array of any shape and float dtype, real or complex, a Python float, or a pytree of them.
+        loss: An array of any shape and float dtype, real or complex, a Python float, or a pytree of such values.
         state: The scale state; with `loss_scaled`, `get_scale_state(opt_state)`.
 
     Returns:
@@ -85,17 +86,17 @@ def scale(loss: Any, state: HasLossScale) -> Any:
     """
     loss_scale = loss_scale_of(state, "scale(loss, state)")
 
-    def scaled(leaf: Any) -> Array:
+    def scale_leaf(leaf: Any) -> Array:
         if not (is_array(leaf) or hasattr(leaf, "__jax_array__")):
             raise TypeError(f"{describe(leaf)} is not a loss; call scale(loss, state)")
         array = jnp.asarray(leaf)
-        if not jnp.issubdtype(array.dtype, jnp.inexact):  # its gradients would be zeros, and so finite
+        if not jnp.issubdtype(array.dtype, jnp.inexact):  # its gradients would be zero, which is finite
             raise TypeError(
                 f"a loss of dtype {array.dtype} has no gradient; pass a float, such as loss.astype('float32')"
             )
         return multiply(array, loss_scale)
 
-    return jax.tree.map(scaled, loss)
+    return jax.tree.map(scale_leaf, loss)
 
 
 def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
@@ -104,10 +105,10 @@ def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
     The check is exact: large finite values are never flagged. Does not synchronise with the host.
 
     Args:
-        grads: A pytree of arrays of any float or complex dtype. Integer leaves do not count; a pytree without
-            gradients is finite.
-        axis_name: The axis of `shard_map`, `pmap` or `vmap`, or a tuple of them, over which to combine the flag.
-            Arrays that are sharded under `jit` need none.
+        grads: A pytree of arrays of any float or complex dtype. Integer leaves are ignored; a pytree without gradients
+            is finite.
+        axis_name: The axis of `shard_map`, `pmap` or `vmap`, or a tuple of axes, over which to combine the flag. Arrays
+            that are sharded under `jit` need no name.
 
     Returns:
         A bool array of shape `()`.
@@ -121,27 +122,27 @@ def all_finite(grads: PyTree, *, axis_name: Hashable = None) -> Array:
 def unscale(grads: Tree, state: HasLossScale) -> Tree:
     """Divide `grads` by the loss scale.
 
-    Multiplies by the reciprocal of the scale, which is always a normal float32; float64 gradients are divided, which is
-    exact for every scale. Does not synchronise with the host.
+    Multiplies by the reciprocal of the scale, which is a normal float32 for every scale. float64 gradients are divided
+    instead, without the rounding of a reciprocal. Does not synchronise with the host.
 
     Args:
-        grads: A pytree of arrays, such as `jax.grad` of the scaled loss returns.
+        grads: A pytree of arrays, as `jax.grad` of the scaled loss returns.
         state: The state that scaled the loss, not the one after `policy.update`.
 
     Returns:
-        The gradients: float16 and bfloat16 leaves in float32, others in their own dtype, integer leaves as they are.
+        The gradients: float16 and bfloat16 leaves in float32, others in their own dtype, integer leaves unchanged.
 
     Raises:
         TypeError: A leaf is not an array, or `state` is not a state.
     """
-    gradients_of(grads)  # raises an error for what is not an array
+    gradients_of(grads)  # raises an error if a leaf is not an array
     return divide(grads, loss_scale_of(state, "unscale(grads, state)"))
 
 
 def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
-    """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
+    """Return `new` if `grads_finite`, else `old`, so that a step is applied completely or not at all.
 
-    Pass everything that a skipped step must not change in one call: parameters, optimizer state, batch statistics,
+    In one call, pass everything that a skipped step must not change: parameters, optimizer state, batch statistics,
     averages, step counters, PRNG keys. Does not synchronise with the host.
 
     Args:
@@ -150,16 +151,16 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
         old: The pytree before the step. Leaves that are not arrays, such as an activation function, must be equal.
 
     Returns:
-        One of the two pytrees, leaf by leaf.
+        A pytree with the leaves of `new` or of `old`.
 
     Raises:
-        TypeError: `grads_finite` is not a bool of shape `()`, but for example a float or a pytree.
+        TypeError: `grads_finite` is not a bool of shape `()`; for example, it is a float or a pytree.
         ValueError: Structures, shapes, dtypes or leaves that are not arrays differ.
     """
     require_flag(grads_finite, "select(grads_finite, new, old)")
 
-    def chosen(path: Any, a: Any, b: Any) -> Any:
-        # `result_type` is the dtype as JAX has it: that of a NumPy array of float64 is float32 without x64.
+    def select_leaf(path: Any, a: Any, b: Any) -> Any:
+        # `result_type` is the dtype in JAX. Without x64, it is float32 for a NumPy array of float64.
         arrays, dtypes = is_array(a) + is_array(b), {jnp.result_type(x) for x in (a, b) if hasattr(x, "dtype")}
         if arrays == 2 and jnp.shape(a) == jnp.shape(b) and len(dtypes) < 2:
             return (a if grads_finite else b) if isinstance(grads_finite, bool) else jnp.where(grads_finite, a, b)
@@ -169,11 +170,11 @@ def select(grads_finite: ArrayLike, new: Tree, old: Tree) -> Tree:
         hint = "shapes and dtypes must be the same, and a leaf that is not an array must not change"
         raise ValueError(f"{name_of(path)} is {kinds[0]} in new and {kinds[1]} in old; {hint}: pass arrays alone")
 
-    return jax.tree_util.tree_map_with_path(chosen, new, old)
+    return jax.tree_util.tree_map_with_path(select_leaf, new, old)
 
 
 class ScaledGradients(NamedTuple, Generic[Value, Aux, Grads]):
-    """The results of a scaled backward pass, unscaled."""
+    """The unscaled results of a backward pass with a scaled loss."""
 
     value: Value
     """The loss as `fun` returned it."""
@@ -215,19 +216,19 @@ def value_and_grad(
         fun: Returns the loss, a scalar; with `has_aux`, a pair of the loss and anything else.
         argnums: Which arguments of `fun` to differentiate, counted without the state.
         has_aux: Whether `fun` returns such a pair.
-        axis_name: The axis of `shard_map`, `pmap` or `vmap`, or a tuple of them, over which the data are split.
-            Gradients are then unscaled, averaged over this axis and checked, so that `grads_finite` is the same on
-            every device; `value` and `aux` remain those of each device. If `axis_name` is missing, the states of the
-            devices diverge: `shard_map` raises an error, `pmap` does not notice.
+        axis_name: The axis of `shard_map`, `pmap` or `vmap`, or a tuple of axes, over which the data are split. The
+            gradients are then unscaled, averaged over this axis and checked, so that `grads_finite` is the same on
+            every device; each device returns its own `value` and `aux`. Without `axis_name` the states of the devices
+            would diverge: `shard_map` raises an error, and `pmap` cannot detect it.
 
     Returns:
-        A function `(state, *args, **kwargs)` that returns a NamedTuple for `fun(*args, **kwargs)`: `value`, the loss
-            as `fun` returned it; `aux`, or None; `grads`, unscaled, in float32 or wider; and `grads_finite`, a bool
-            array of shape `()`.
+        A function `(state, *args, **kwargs)` that calls `fun(*args, **kwargs)` and returns a NamedTuple: `value`, the
+            loss as `fun` returned it; `aux`, or None; `grads`, unscaled, in float32 or wider; and `grads_finite`, a
+            bool array of shape `()`.
 
     Raises:
-        TypeError: When called: `state` is not a state, or the loss is not a float scalar.
-        ValueError: When called under `shard_map`: devices share a state, but their gradients or losses differ.
+        TypeError: The call raises it if `state` is not a state, or the loss is not a float scalar.
+        ValueError: The call raises it under `shard_map` if devices share a state, but their gradients or losses differ.
     """
     if not callable(fun):
         raise TypeError(
@@ -249,34 +250,34 @@ def value_and_grad(
             return scale(value, state), (value, aux)
 
         numbers = argnums if isinstance(argnums, Sequence) else [argnums]
-        chosen = {operator.index(n) % len(args) for n in numbers if args}  # JAX itself refuses numbers out of range
-        if axis_name is not None:  # otherwise shard_map would sum the gradients of replicated arguments
-            args = tuple(_gradients.vary_over(arg, axis_name) if n in chosen else arg for n, arg in enumerate(args))
+        positions = {operator.index(n) % len(args) for n in numbers if args}  # JAX rejects numbers out of range
+        if axis_name is not None:  # without this, shard_map would sum the gradients of replicated arguments
+            args = tuple(_gradients.vary_over(arg, axis_name) if n in positions else arg for n, arg in enumerate(args))
         grads, (value, aux) = jax.grad(scaled_loss, argnums, has_aux=True)(*args)
-        # Unscale first, since a sum of scaled float16 gradients over the devices may overflow.
+        # Unscale first, because a sum of scaled float16 gradients over the devices may overflow.
         grads = unscale(grads, state)
         grads = grads if axis_name is None else lax.pmean(grads, axis_name)
         finite = all_finite(grads)
         _gradients.require_reduced(finite, state)
-        _gradients.require_reduced(value, (state, [args[n] for n in chosen]))
+        _gradients.require_reduced(value, (state, [args[n] for n in positions]))
         return ScaledGradients(value, aux, grads, finite)
 
     return scaled_value_and_grad
 
 
 def overflow_report(grads: PyTree, *, loss: Array | float | None = None) -> OverflowReport:
-    """Report on each leaf that holds NaN or infinity, and on the cause.
+    """Report the leaves that contain NaN or infinity, and the cause.
 
     Call it with the gradients of a skipped step, outside of `jit`. Reads every gradient and synchronises with the host.
 
     Args:
         grads: A pytree of arrays.
-        loss: The loss of the step, unscaled. It shows the cause. Gradients alone do not, since an overflow of the
-            backward pass may leave NaN and no infinity.
+        loss: The unscaled loss of the step. It shows the cause. Gradients alone cannot show it, because an overflow of
+            the backward pass may leave NaN and no infinity.
 
     Returns:
-        A list of `GradientReport`, one for each such leaf, named by its path in the pytree; empty where nothing
-            overflowed. Its `verdict` says whether a smaller loss scale helps.
+        A list with a `GradientReport` for each such leaf, named by its path in the pytree; empty if nothing
+            overflowed. The `verdict` of the list says whether a smaller loss scale helps.
 
     Raises:
         TypeError: A leaf is not an array.

@@ -1,4 +1,4 @@
-"""A check for train steps: a step that is skipped must return everything but the scale state as it was."""
+"""A check for train steps: a skipped step must change nothing except the scale state."""
 
 import re
 import sys
@@ -14,50 +14,51 @@ from lossscale_jax._gradients import PyTree, as_arrays, is_float, name_of
 
 __all__ = ["check_train_step"]
 
-_SELECT = "select it, or let loss_scaled carry it, so that it follows applied steps only"
-_UNSCALE = (
+_SELECT_HINT = "select it, or put it into the state of loss_scaled, so that only applied steps change it"
+_UNSCALE_HINT = (
     "unscale before you clip or change gradients, and return the unscaled loss; in float16, where small gradients "
     "flush to zero at a scale of 1, check the step with float32 instead"
 )
-_NOT_SCALED = (
+_SCALE_HINT = (
     "the gradients do not grow with the loss scale: differentiate scale(loss, state), and clip or replace nothing "
     "before the gradients are unscaled"
 )
-_NOT_RECEIVED = (
+_POLICY_HINT = (
     "pass every step to the policy; with accumulation_steps, check a function that takes all micro-batches of a window"
 )
-_HIDDEN = (
-    "something makes the overflow finite before it is checked, such as nan_to_num or zero_nans: leave it out, or put "
+_HIDDEN_HINT = (
+    "a function such as nan_to_num or zero_nans makes the overflow finite before it is checked: leave it out, or put "
     "it inside loss_scaled"
 )
 _SCALE, _COUNT, _FIELD = (re.compile(rf"(\.{f}|\['{f}'\])$") for f in ("loss_scale", "skipped_steps", r"\w+"))
 _structure: Any = jax.tree.structure
-_TINY, _TURNED = 2.0**-20, 1.2
-"""A loss scale at which a term that is not scaled stands out, and how far from the other result, in terms of how far
-that moved, the parameters may then be: in float16 all gradients flush to zero, and the parameters stay."""
+_TINY_SCALE, _TINY_SCALE_LIMIT = 2.0**-20, 1.2
+"""A loss scale at which a term that is not scaled dominates, and the largest difference from the other result, as a
+fraction of the change of that result. It is above 1 because in float16 all gradients flush to zero at this scale, and
+the parameters stay unchanged."""
 
 
 def check_train_step(
     step: Callable[..., Any], state: PyTree, batches: Iterable[Any], *, may_move: Sequence[str] = ()
 ) -> None:
-    """Require that a train step skips as a whole, counts what it skips, and gives the same result at any loss scale.
+    """Require that a train step skips completely, counts skipped steps, and gives the same result at any loss scale.
 
-    The check makes the loss scale infinite for steps 0, 3 and 4, so that every gradient overflows. After such a step
-    everything but the scale state must be as before, bit for bit, and the scale state must have counted an overflow.
-    It also requires that steps with a loss scale of 1 and of 1024 have the same result, and that one of 2**-20 has no
-    other: this finds weight decay that is added to scaled gradients. Compute in float32 for the check: in float16 small
-    gradients flush to zero at a scale of 1, and the results differ. With `accumulation_steps` pass a step that takes a
-    whole window of micro-batches.
+    The check makes the loss scale infinite for steps 0, 3 and 4, so that every gradient overflows. Such a step must
+    leave everything except the scale state unchanged, bit for bit, and the scale state must count an overflow.
+    The check also requires that steps with a loss scale of 1 and of 1024 have the same result. It compares with a scale
+    of 2**-20 as well, which detects weight decay that is added to scaled gradients. Compute in float32 for the check:
+    in float16 small gradients flush to zero at a scale of 1, and the results differ. With `accumulation_steps`, pass a
+    function that takes all micro-batches of a window.
 
     ```python
     def checked_step(state, batch):
         params, opt_state = step(*state, batch)
-        return params, opt_state  # the state, as it came
+        return params, opt_state  # the same structure as `state`
     check_train_step(checked_step, (params, opt_state), [batch] * 6)
     ```
 
-    The state may hold modules of flax nnx, which the step changes in place, or what `nnx.split`, `nnx.state` and
-    `nnx.to_pure_dict` return. An `nnx.Optimizer` counts every call in its `step`, which moves on skipped steps, too:
+    The state may contain modules of flax nnx, which the step changes in place, or the results of `nnx.split`,
+    `nnx.state` and `nnx.to_pure_dict`. An `nnx.Optimizer` counts every call in its `step`, so skipped steps change it:
 
     ```python
     def pair_step(pair, batch):
@@ -66,29 +67,29 @@ def check_train_step(
     ```
 
     Args:
-        step: `step(state, batch)` returns the state after the step, or a tuple of it and anything else; where the state
-            holds modules it may return anything. `jax.jit` it as in training, without donation.
-        state: All that the step carries on, a pytree that holds the state of `loss_scaled`, or the scale state itself.
-            Modules are copied, and stay as they are.
-        batches: A batch for each step: five or more, so that all planned overflows happen.
+        step: `step(state, batch)` returns the state after the step, alone or first in a tuple; if the state contains
+            modules, it may return anything. Compile it as in training, but without donation.
+        state: Everything that the step passes on to the next step: a pytree that contains the state of `loss_scaled`,
+            or the scale state itself. Modules are copied, and stay unchanged.
+        batches: Five or more batches, one for each step, so that all planned overflows happen.
         may_move: Paths that a skipped step may change, as in the message of the error: random keys, a count of batches.
 
     Raises:
-        AssertionError: The step fails; the message names the step, and what has changed.
-        ValueError: There are fewer than five batches, or `state` holds no scale state.
+        AssertionError: The step fails; the message names the step, and the leaves that it changed.
+        ValueError: There are fewer than five batches, or `state` contains no scale state.
     """
     batches = list(batches)
     if len(batches) <= max(BAD_STEPS):
         raise ValueError(f"{len(batches)} batches are too few; pass at least {max(BAD_STEPS) + 1}")
     step, state = _without_modules(step, as_arrays(state))
     if not _flat(state)[1]:
-        raise ValueError("the state holds no scale state; pass all that the step carries on, the optimizer state too")
+        raise ValueError("the state holds no scale state; pass everything that a step returns for the next step")
 
-    def taken(loss_scale: float, batch: Any) -> PyTree:
+    def step_at(loss_scale: float, batch: Any) -> PyTree:
         """Return the state after a step from `state` with another loss scale."""
         names = {name for name in scales if _SCALE.search(name)}
-        replaced = lambda path, leaf: jnp.full_like(leaf, loss_scale) if _name(path) in names else leaf  # noqa: E731
-        result = step(jax.tree_util.tree_map_with_path(replaced, state), batch)
+        replace = lambda path, leaf: jnp.full_like(leaf, loss_scale) if _name(path) in names else leaf  # noqa: E731
+        result = step(jax.tree_util.tree_map_with_path(replace, state), batch)
         for returned in (result, *(result[:1] if isinstance(result, tuple) else ())):
             if _structure(returned) == _structure(state):
                 return returned
@@ -97,65 +98,63 @@ def check_train_step(
     for number, batch in enumerate(batches):
         old, scales = _flat(state)
         if number in BAD_STEPS:
-            new, new_scales = _flat(taken(jnp.inf, batch))
+            new, new_scales = _flat(step_at(jnp.inf, batch))
             for name in (name for name in filter(_COUNT.search, scales) if new_scales[name] <= scales[name]):
                 received = any(not same(scales[n], new_scales[n]) for n in scales if not _SCALE.search(n))
-                (a, _), (b, _) = (_flat(taken(loss_scale, batch)) for loss_scale in SCALES)
+                (a, _), (b, _) = (_flat(step_at(loss_scale, batch)) for loss_scale in SCALES)
                 grow = all(_is_close(old[n], a[n], b[n], CLOSE) for n in a)
-                hint = (_HIDDEN if grow else _NOT_SCALED) if received else _NOT_RECEIVED
+                hint = (_HIDDEN_HINT if grow else _SCALE_HINT) if received else _POLICY_HINT
                 counted = f"{name} is {new_scales[name]} after it and was {scales[name]} before"
-                raise AssertionError(f"step {number} was to overflow by an infinite loss scale, but {counted}; {hint}")
-            moved = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
-            if moved:
-                has_floats = any(is_float(old[name]) for name in moved)
-                hint = (
-                    _SELECT if has_floats else f"{_SELECT}; for random keys and counts of batches pass may_move={moved}"
-                )
-                raise AssertionError(not_skipped(number, [change(n, old[n], new[n]) for n in moved], hint))
+                raise AssertionError(f"step {number} had an infinite loss scale, but {counted}; {hint}")
+            names = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
+            if names:
+                hint = _SELECT_HINT
+                if not any(is_float(old[name]) for name in names):
+                    hint += f"; for random keys and counts of batches pass may_move={names}"
+                raise AssertionError(not_skipped(number, [change(n, old[n], new[n]) for n in names], hint))
         else:
-            small = taken(SCALES[0], batch)
-            for loss_scale, limit in ((SCALES[1], CLOSE), (_TINY, _TURNED)):
-                (a, _), (b, _) = _flat(small), _flat(taken(loss_scale, batch))
+            small = step_at(SCALES[0], batch)
+            for loss_scale, limit in ((SCALES[1], CLOSE), (_TINY_SCALE, _TINY_SCALE_LIMIT)):
+                (a, _), (b, _) = _flat(small), _flat(step_at(loss_scale, batch))
                 differing = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name], limit)]
                 if differing:
-                    other = format_number(loss_scale)
-                    used = f"a loss scale of {SCALES[0]:g} and one of {other} gave different results"
-                    raise AssertionError(f"at step {number} {used}: {join_names(differing)}; {_UNSCALE}")
+                    used = f"loss scales of {SCALES[0]:g} and {format_number(loss_scale)} gave different results"
+                    raise AssertionError(f"at step {number} {used}: {join_names(differing)}; {_UNSCALE_HINT}")
             state = small
 
 
 def _flat(state: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values outside of scale states, and those of scale states, by their names."""
+    """Return the leaves outside of scale states, and the leaves of scale states, by name."""
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
     # A scale state has both fields; `sub` cuts a field off, which leaves the name of the state.
     roots = {_SCALE.sub("", name) for name in leaves if _SCALE.search(name)}
     roots &= {_COUNT.sub("", name) for name in leaves if _COUNT.search(name)}
     scales = {name: leaf for name, leaf in leaves.items() if _FIELD.sub("", name) in roots}
-    # What `loss_scaled` keeps next to its scale state also follows skipped steps.
+    # A skipped step also changes the other parts of a state of `loss_scaled`.
     parts = [(root.rpartition("scale_state"), part) for root in roots for part in ("last_step", "window")]
     own = tuple(f"{before}{part}{after}" for (before, scale_state, after), part in parts if scale_state)
     return {name: leaf for name, leaf in leaves.items() if name not in scales and not name.startswith(own)}, scales
 
 
 def _name(path: Any) -> str:
-    """Return a leaf's name; that of a variable of flax nnx is as in its module."""
+    """Return the name of a leaf; a variable of flax nnx has the same name as in its module."""
     name, is_variable, within = jax.tree_util.keystr(path).partition(".value")
     in_module = re.sub(r"\['(\w+)'\]", r".\1", name).removeprefix(".") + within
     return in_module if is_variable else name_of(path)
 
 
 def _is_close(old: Any, a: Any, b: Any, limit: float) -> bool:
-    """Return whether two results agree, within a fraction of how far they moved."""
+    """Return whether two results agree within `limit`, a fraction of their distance from the old values."""
     if not is_float(a):
         return same(a, b)
-    old, a, b = (jnp.asarray(each, jnp.float32).ravel() for each in (old, a, b))
-    moved = jnp.maximum(jnp.linalg.norm(a - old), jnp.linalg.norm(b - old) * (limit <= 1.0))
-    return bool(jnp.linalg.norm(a - b) <= limit * moved + jnp.finfo(jnp.float32).eps * jnp.linalg.norm(a))
+    old, a, b = (jnp.asarray(values, jnp.float32).ravel() for values in (old, a, b))
+    distance = jnp.maximum(jnp.linalg.norm(a - old), jnp.linalg.norm(b - old) * (limit <= 1.0))
+    return bool(jnp.linalg.norm(a - b) <= limit * distance + jnp.finfo(jnp.float32).eps * jnp.linalg.norm(a))
 
 
 def _without_modules(step: Callable[..., Any], state: PyTree) -> tuple[Callable[..., Any], PyTree]:
-    """Return a step and its state, with the variables of flax nnx modules in place of modules that the step changes."""
-    nnx: Any = sys.modules.get("flax.nnx")  # imported if a module was made
+    """Return a step and a state in which the variables of flax nnx modules replace the modules."""
+    nnx: Any = sys.modules.get("flax.nnx")  # imported if the state has a module
     is_module = lambda node: nnx is not None and isinstance(node, nnx.Module | nnx.Optimizer)  # noqa: E731
     holds_modules = lambda tree: any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))  # noqa: E731
     if not holds_modules(state):

@@ -127,6 +127,29 @@ def test_shard_map_with_gradients_of_ones_own(way, skip_by):
     _assert_close(params, _single_device_run()[0])
 
 
+@pytest.mark.parametrize("call", ["value_and_grad", "apply_gradients"])
+def test_pmap(call):
+    """With `axis_name`, an overflow on one device skips the step on all devices, and their copies stay equal."""
+    inner = optax.chain(MEAN, ADAM)
+    optimizer = loss_scaled(inner, POLICY, axis_name="data")
+
+    @functools.partial(jax.pmap, axis_name="data")
+    def step(params, opt_state, images):
+        state, old = opt_state.scale_state, (params, opt_state.inner_state)
+        if call == "apply_gradients":
+            grads = jax.grad(lambda params: scale(_loss(params, images), state))(params)
+            return optimizer.apply_gradients(grads, opt_state, params)
+        _, _, grads, finite = value_and_grad(_loss, axis_name="data")(state, params, images)
+        updates, inner_state = inner.update(grads, opt_state.inner_state)
+        params, inner_state = select(finite, (optax.apply_updates(params, updates), inner_state), old)
+        return params, opt_state._replace(scale_state=POLICY.update(state, finite), inner_state=inner_state)
+
+    start = jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), (_params(), optimizer.init(_params())))
+    params, opt_state = _run(step, *start, lambda images: images.reshape(DEVICES, 2, 8))
+    assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves((params, opt_state)))
+    _assert_close(jax.tree.map(lambda leaf: leaf[0], params), _single_device_run()[0])
+
+
 @pytest.mark.parametrize(
     ("axis_type", "way", "max_norm"),
     [

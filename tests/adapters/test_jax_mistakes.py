@@ -175,13 +175,13 @@ MISTAKES = {
     ],
     PolicyError: [
         (_step_of("window", "plain"), f"accumulation_steps=2 and guard=None do not .* {WITHOUT}; make"),
-        (_step_of("guard", "plain"), f"do not fit a state {WITHOUT}; make .* take what is missing from a"),
+        (_step_of("guard", "plain"), f"do not fit a state {WITHOUT}; make .* take the missing part from a"),
         (_step_of("plain", "window"), "made with accumulation and without a guard"),
         (_step_of("plain", "guard"), "guard=None do not fit .* with a guard"),
         (lambda: TWICE.init(PARAMS), "inner is loss-scaled already; wrap the optimizer once"),
         # settings that make no sense
         (_wrapped(max_norm=float("nan")), "max_norm=nan must be a number from 0"),
-        (_wrapped(max_norm=1.0, axis_name="data"), "take reduced gradients, and axis_name others; reduce the"),
+        (_wrapped(max_norm=1.0, axis_name="data"), "need reduced gradients, unlike axis_name; reduce the"),
         (_wrapped(accumulation_steps=2, axis_name="data"), "reduce the gradients over the axis first and leave axis_n"),
         (_wrapped(accumulation_steps=0), "=0 must be a whole number from 1 to .*; pass 1, or leave it out"),
         (_wrapped(skip_by=True), "skip_by=True must be 'cond' or 'select'; leave it out for the default"),

@@ -1,5 +1,6 @@
 """The five verbs and `value_and_grad` over pytrees: values, dtypes, and every transform."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import lossscale_core
 from lossscale_core import FixedScaling
 from lossscale_jax import init_state, loss_scaled, overflow_report, scale, select, unscale, value_and_grad
+from tests.adapters.jax_reading import bits
 from tests.jax_names import enable_x64
 
 FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e3m4", "float8_e8m0fnu"]
@@ -44,6 +46,17 @@ def test_select_takes_keys_and_functions():
         chosen = select(flag, new, old)
         assert (jax.random.key_data(chosen["key"]) == jax.random.key_data((new if flag else old)["key"])).all()
         assert (chosen["activation"], chosen["name"]) == (jax.nn.relu, "0.1")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_select_restores_the_state_of_an_equinox_model(wrap):
+    """After an overflow, the statistics of BatchNorm are the same as before the forward pass."""
+    norm, old = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, axis_name="batch", mode="batch")
+    _, new = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(jnp.full((3, 2), jnp.inf), old)
+    assert bits(new) != bits(old)
+    for flag, expected in ((True, new), (False, old)):
+        selected = wrap(select)(jnp.asarray(flag), new, old)
+        assert (type(selected), bits(selected)) == (eqx.nn.State, bits(expected))
 
 
 @pytest.mark.parametrize(

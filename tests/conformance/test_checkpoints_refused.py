@@ -113,7 +113,7 @@ def test_jax_loads_a_state_however_deep():
     assert state_to_dict(lossscale_jax.get_scale_state(loaded), POLICY) == SAVED
     assert [value.dtype for value in lossscale_jax.get_scale_state(loaded)] == [np.float32] + [np.int32] * 5
     with (
-        pytest.raises(ScaleStateError, match=r"holds 6 numbers of a scale state, and AdditiveScaling.* keeps 7"),
+        pytest.raises(ScaleStateError, match=r"has 6 numbers .*, and a state of AdditiveScaling.* has 7"),
         pytest.warns(CheckpointWarning),
     ):
         lossscale_jax.load_scale_state(nested, SAVED, AdditiveScaling())
