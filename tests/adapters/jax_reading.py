@@ -1,4 +1,4 @@
-"""What tests of JAX share: a step in both ways, the bits of a tree, and whether the host reads an array."""
+"""Functions that tests of JAX share: steps, the bits of a pytree, and a check whether the host reads an array."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ import optax
 import pytest
 
 READERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__", "item", "tolist")
-"""The methods by which the host reads an array; a CPU's transfer guard detects nothing."""
+"""The methods by which the host reads an array. JAX's transfer guard detects no read on a CPU."""
 WAYS = ("apply_gradients", "update")
 
 
@@ -31,23 +31,23 @@ def bits(tree):
 
 
 @contextlib.contextmanager
-def reads_told(tell):
-    """Call `tell` each time that Python makes a number or a NumPy array of a JAX array."""
+def reads_told(report):
+    """Call `report` each time that Python converts a JAX array to a number or a NumPy array."""
     kind = type(jnp.ones(()))
 
-    def telling(reader):
+    def wrap(reader):
         def read(self, *args, **kwargs):
-            tell()
+            report()
             return reader(self, *args, **kwargs)
 
         return read
 
     with pytest.MonkeyPatch.context() as patch:
         for name in READERS:
-            patch.setattr(kind, name, telling(getattr(kind, name)))
+            patch.setattr(kind, name, wrap(getattr(kind, name)))
         yield
 
 
 def refuse():
-    """Raise an error in place of a read."""
+    """Raise an error instead of a read."""
     raise AssertionError("the host read an array")

@@ -1,4 +1,4 @@
-"""The table of docs/jax.md: each of its transformations, really put inside of `loss_scaled` and around it."""
+"""The table of docs/jax.md: each transformation inside of `loss_scaled` and around it."""
 
 import re
 
@@ -114,19 +114,19 @@ def _times(grads, factor):
 
 
 def _params_of(wrap):
-    """Return the parameters that a wrapped optimizer takes."""
+    """Return the parameters in the form that the wrapped optimizer needs."""
     return optax.LookaheadParams.init_synced(PARAMS) if wrap is _lookahead else PARAMS
 
 
 @pytest.mark.parametrize(("row", "wrap", "check"), EACH)
 def test_around(row, wrap, check):
-    """Each hides an overflow, counts a skipped step, clips scaled gradients, or is refused, as the page says."""
+    """A transformation around `loss_scaled` has the effect that the page names."""
     check(wrap(loss_scaled(SGD, POLICY)), _params_of(wrap))
 
 
 @pytest.mark.parametrize("skip_by", ["cond", "select"])
 def test_lookahead_inside_with_accumulation(skip_by):
-    """A window of two equal micro-batches is one step; a bad one leaves all as it was."""
+    """A window of two equal micro-batches is one step; an overflow in a micro-batch leaves everything unchanged."""
     optimizer = loss_scaled(_lookahead(SGD), POLICY, accumulation_steps=2, skip_by=skip_by)
     params = _params_of(_lookahead)
     step = jax.jit(step_of(optimizer, "apply_gradients"))
@@ -138,14 +138,14 @@ def test_lookahead_inside_with_accumulation(skip_by):
     jax.tree.map(np.testing.assert_allclose, stepped[0], optax.apply_updates(params, expected))
     skipped = step(*step(*stepped, _times(GRADS, jnp.inf)), _times(GRADS, SCALE))
     assert bits((skipped[0], skipped[1].inner_state)) == bits((stepped[0], stepped[1].inner_state))
-    with pytest.raises(ValueError, match="the gradients lack"):  # they are those of the fast parameters
+    with pytest.raises(ValueError, match="the gradients lack"):  # gradients belong to the fast parameters
         step(params, optimizer.init(params), params)
 
 
 @pytest.mark.parametrize(("method", "skip_by"), [("update", "cond"), ("update", "select"), ("apply_gradients", "cond")])
 @pytest.mark.parametrize(("row", "wrap", "check"), EACH)
 def test_inside(row, wrap, check, method, skip_by):
-    """A step is that of the wrapped optimizer alone, and a skipped step changes nothing, down to the signs of zeros."""
+    """A step equals a step of the wrapped optimizer alone, and a skipped step leaves all bits unchanged."""
     plain, optimizer, params = wrap(SGD), loss_scaled(wrap(SGD), POLICY, skip_by=skip_by), _params_of(wrap)
     step = jax.jit(step_of(optimizer, method))
     expected, _ = plain.update(GRADS, plain.init(params), params)

@@ -1,4 +1,4 @@
-"""`check_train_step` passes steps that follow loss scaling, and names what the others move on a skipped step."""
+"""`check_train_step` accepts correct steps, and names the leaves that a wrong step changes when it is skipped."""
 
 import contextlib
 
@@ -36,7 +36,7 @@ def _with_optimizer(state, batch):
 
 
 def _by_hand(follow):
-    """Return a step that selects by hand, with what `follow` makes of an average and a count."""
+    """Return a step that calls `select`, and `follow` for an average and a count."""
 
     def step(state, batch):
         params, inner, scale_state, average, count = state
@@ -56,8 +56,8 @@ def _start():
 
 
 @pytest.mark.parametrize("transform", [jax.jit, lambda step: step], ids=["jit", "eager"])
-def test_steps_that_follow_pass(transform):
-    """With `loss_scaled`, by hand with `select`, and with a function among the leaves."""
+def test_correct_steps_pass(transform):
+    """Steps with `loss_scaled`, with `select`, and with a function among the leaves pass the check."""
     check_train_step(transform(_with_optimizer), (PARAMS, OPTIMIZER.init(PARAMS)), BATCHES)
     check_train_step(transform(_by_hand(select)), _start(), BATCHES)
     with_function = lambda state, batch: (*_with_optimizer(state[:2], batch)[0], jax.nn.relu)  # noqa: E731
@@ -65,12 +65,12 @@ def test_steps_that_follow_pass(transform):
 
 
 def test_an_average_and_a_count_outside_of_the_select():
-    """The message names the step and the leaves; if the count counts batches, the caller says so."""
+    """The message names the step and the leaves; `may_move` allows a count of batches."""
     step = jax.jit(_by_hand(lambda finite, new, old: new))
-    moved = r"step 0 was to be skipped, but \[3\]\['b'\] went from 0.0 to nan, .*"
-    with pytest.raises(AssertionError, match=rf"{moved}, \[4\] went from 0 to 1"):
+    message = r"step 0 was to be skipped, but \[3\]\['b'\] went from 0.0 to nan, .*"
+    with pytest.raises(AssertionError, match=rf"{message}, \[4\] went from 0 to 1"):
         check_train_step(step, _start(), BATCHES)
-    with pytest.raises(AssertionError, match=rf"{moved}; a skipped"):
+    with pytest.raises(AssertionError, match=rf"{message}; a skipped"):
         check_train_step(step, _start(), BATCHES, may_move=["[4]"])
     counts = jax.jit(_by_hand(lambda finite, new, old: (select(finite, new[0], old[0]), new[1])))
     with pytest.raises(AssertionError, match=r"\[4\] went from 0 to 1.*counts of batches pass may_move=\['\[4\]'\]"):
@@ -79,7 +79,7 @@ def test_an_average_and_a_count_outside_of_the_select():
 
 
 def test_an_overflow_that_the_policy_never_receives():
-    """The scale would never fall."""
+    """If the policy never receives an overflow, the check fails."""
 
     def step(state, batch):
         params, scale_state = state
@@ -92,7 +92,7 @@ def test_an_overflow_that_the_policy_never_receives():
 
 
 def test_a_window_of_micro_batches():
-    """The step to check takes all of them; one that takes a single one does not count each overflow, and is told."""
+    """A step of a whole window passes; for a step of one micro-batch, the message asks for a whole window."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=2)
 
     def micro_step(state, batch):
@@ -106,7 +106,7 @@ def test_a_window_of_micro_batches():
 
 
 def test_numpy_parameters_in_float64_pass():
-    """Without x64, where the step returns float32 arrays."""
+    """NumPy parameters in float64 pass without x64, where the step returns float32 arrays."""
     params = {name: np.asarray(leaf, np.float64) for name, leaf in PARAMS.items()}
     check_train_step(_with_optimizer, (params, OPTIMIZER.init(params)), BATCHES)
 
@@ -143,7 +143,7 @@ CHANGED = {
 
 @pytest.mark.parametrize(("what", "name"), [(what, name) for what, row in CHANGED.items() for name in row[2]])
 def test_scaled_gradients_that_are_changed(what, name):
-    """The message says what to do: not to select what moved, nor to pass a step to the policy, which is done."""
+    """The message names the change of the scaled gradients as the cause."""
     grads_of, message, _ = CHANGED[what]
     optimizer = OPTIMIZERS[name]
 
@@ -156,7 +156,7 @@ def test_scaled_gradients_that_are_changed(what, name):
 
 
 def test_a_loss_scale_without_a_count_is_an_ordinary_value():
-    """As what a step keeps for a log: it must not follow a step that is skipped."""
+    """A loss scale that a step stores for its log must not change in a skipped step."""
 
     def step(state, batch):
         (params, opt_state), _ = _with_optimizer((state["params"], state["opt_state"]), batch)
@@ -167,8 +167,8 @@ def test_a_loss_scale_without_a_count_is_an_ordinary_value():
         check_train_step(jax.jit(step), start, BATCHES)
 
 
-def test_what_cannot_be_checked_is_refused():
-    """Too few batches, no scale state, and a step that returns something else."""
+def test_arguments_that_cannot_be_checked():
+    """Too few batches, a missing scale state, and a result of another structure raise an error."""
     state = (PARAMS, OPTIMIZER.init(PARAMS))
     with pytest.raises(ValueError, match="4 batches are too few; pass at least 5"):
         check_train_step(_with_optimizer, state, BATCHES[:4])
@@ -178,7 +178,7 @@ def test_what_cannot_be_checked_is_refused():
         check_train_step(lambda state, batch: None, state, BATCHES)
 
 
-# -- statistics that a forward pass moves: `select` keeps them, as docs/jax.md and the examples do -------------------
+# -- `select` restores the statistics that a forward pass changes, as in docs/jax.md and the examples ------------------
 
 SAMPLES = [(x, x[:, 0]) for x in jax.random.normal(jax.random.key(1), (6, 32, 2))]
 
@@ -221,7 +221,7 @@ def _naive(modules, batch):
 
 
 def _functional(step, split, merge):
-    """Return a step over what `split` makes of the modules."""
+    """Return a step on the values that `split` returns for the modules."""
 
     @jax.jit
     def functional(state, batch):
@@ -233,7 +233,7 @@ def _functional(step, split, merge):
 
 
 def test_a_step_over_modules_may_return_something():
-    """The modules, with metrics or without; metrics alone, in whatever form; or nothing."""
+    """A step that changes modules in place may return the modules, metrics, both, or None."""
 
     def returning(result):
         def step(modules, batch):
@@ -251,7 +251,7 @@ def test_a_step_over_modules_may_return_something():
 
 
 def test_split_modules_are_checked():
-    """What `nnx.split` and `nnx.to_pure_dict` return is named alike, but for the brackets of dicts."""
+    """The messages name the leaves of split modules like the leaves of modules, but with brackets for dicts."""
     graph, _ = nnx.split(_modules())
     pure = lambda modules: nnx.to_pure_dict(nnx.state(modules))  # noqa: E731
     for split, merge, count, message in [

@@ -1,4 +1,4 @@
-"""An overflow on one of eight devices skips on all of them, over 200 steps of random overflows."""
+"""An overflow on one of eight devices skips the step on all devices, in 200 steps with random overflows."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ MEAN = optax.GradientTransformation(lambda _: (), lambda grads, state, _=None: (
 
 
 VICTIMS = np.minimum(np.random.default_rng(0).integers(0, 2 * DEVICES, STEPS), DEVICES)
-"""Which device overflows at each step; DEVICES stands for none."""
+"""The device that overflows at each step; DEVICES means that no device overflows."""
 EXPECTED = simulate(POLICY, list(VICTIMS == DEVICES))
 
 
@@ -35,7 +35,7 @@ def _mesh(axis_type=AxisType.Auto):
 
 
 def _batch(victim):
-    """Return two inputs a device, with an infinity on the victim's."""
+    """Return two inputs per device, with an infinity in an input of the victim."""
     images = np.linspace(0.1, 1.0, 2 * DEVICES * 8, dtype=np.float32).reshape(2 * DEVICES, 8)
     if victim < DEVICES:
         images[2 * victim, 0] = np.inf
@@ -56,7 +56,7 @@ def _check_replicated(tree):
 
 
 def _run(step, params, opt_state, place=lambda images: images):
-    """Train, and check at each step that a skip left the parameters alone and the scale is what the policy says."""
+    """Train; check at each step that a skip leaves the parameters unchanged, and that the scale follows the policy."""
     for n, victim in enumerate(VICTIMS):
         before = jax.device_get(params)
         params, opt_state = step(params, opt_state, place(_batch(victim)))
@@ -84,7 +84,7 @@ def _assert_close(params, expected):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_with_value_and_grad(check_vma):
-    """Data parallel: gradients averaged, flag combined, states and parameters the same everywhere."""
+    """With `axis_name`, gradients are averaged, flags are combined, and the states of all devices stay equal."""
     mesh = _mesh()
 
     @jax.jit
@@ -108,10 +108,10 @@ def test_shard_map_with_value_and_grad(check_vma):
 
 
 @pytest.mark.parametrize(("way", "skip_by"), [("apply_gradients", "cond"), ("update", "cond"), ("update", "select")])
-def test_shard_map_with_gradients_of_ones_own(way, skip_by):
-    """`axis_name` combines the flag while the optimizer inside reduces the gradients itself.
+def test_shard_map_with_unreduced_gradients(way, skip_by):
+    """`axis_name` combines the flags, and the optimizer inside reduces the gradients.
 
-    Its updates no longer vary where the gradients do.
+    The updates then vary over fewer axes than the gradients.
     """
     optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data", skip_by=skip_by)
 
@@ -158,7 +158,7 @@ def test_pmap(call):
     ],
 )
 def test_sharded_jit(axis_type, way, max_norm):
-    """Arrays sharded over a mesh, data and parameters both, need no axis name: their reductions are global."""
+    """Data and parameters that are sharded over a mesh need no `axis_name`, because their reductions are global."""
     mesh = _mesh(axis_type)
     optimizer = loss_scaled(ADAM, POLICY, max_norm=max_norm)
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
@@ -180,7 +180,7 @@ def test_sharded_jit(axis_type, way, max_norm):
 
 
 def test_parameters_sharded_inside_shard_map():
-    """Each device owns a row of the weights: its gradients are final, and only the flag must be shared."""
+    """If each device owns a row of the weights, only the flag must be combined."""
     optimizer = loss_scaled(ADAM, POLICY, axis_name="data")
     start = jnp.ones((8, 8))
     state_specs = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), optimizer.init(start))
@@ -198,7 +198,7 @@ def test_parameters_sharded_inside_shard_map():
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_one_compilation_serves_a_sharded_run(settings, axis_type):
-    """The state before the first step lies where a step leaves it, what the wrapped optimizer keeps included."""
+    """The first state has the shardings that a step returns, so a run compiles once."""
     mesh = _mesh(axis_type)
     is_explicit = axis_type is AxisType.Explicit
     named = [None] if is_explicit else []  # there, the specs that a step returns name every dimension
@@ -214,8 +214,8 @@ def test_one_compilation_serves_a_sharded_run(settings, axis_type):
     assert get_scale_state(opt_state).loss_scale.sharding == NamedSharding(mesh, P())
 
 
-def test_parameters_on_several_meshes_leave_the_state_where_it_is():
-    """No mesh is that of all of them."""
+def test_parameters_on_several_meshes():
+    """If parameters are on several meshes, the state stays on the default device."""
     meshes = [jax.sharding.Mesh(jax.devices()[n : n + 4], "data") for n in (0, 4)]
     params = [jax.device_put(jnp.ones(4), NamedSharding(mesh, P("data"))) for mesh in meshes]
     state = loss_scaled(ADAM, POLICY).init(params).scale_state
@@ -227,7 +227,7 @@ def _mesh_of_two():
 
 
 def test_all_finite_over_axes():
-    """One axis or several."""
+    """`all_finite` combines the flag over several axes."""
     specs = {"mesh": _mesh_of_two(), "in_specs": P("data", "model"), "out_specs": P()}
     check = jax.jit(jax.shard_map(lambda x: all_finite(x, axis_name=("data", "model")), **specs))
     assert check(jnp.ones((4, 2)))
@@ -236,7 +236,7 @@ def test_all_finite_over_axes():
 
 @pytest.mark.parametrize("call", ["value_and_grad", "update"])
 def test_a_forgotten_axis_name_is_an_error(call):
-    """`shard_map` knows that the devices would decide differently, or that gradients would be summed unasked."""
+    """Without `axis_name`, `shard_map` raises an error if the devices would decide differently or sum the gradients."""
     optimizer = loss_scaled(ADAM, POLICY)
 
     def step(params, opt_state, images):
@@ -251,9 +251,9 @@ def test_a_forgotten_axis_name_is_an_error(call):
         mapped(_params(), optimizer.init(_params()), _batch(DEVICES))
 
 
-@pytest.mark.parametrize("given", [None, "data", "model", ("data",)])
-def test_one_of_two_axes_that_is_forgotten_is_an_error(given):
-    """A batch that is split over both axes needs both, or its gradients would be summed over the other one."""
+@pytest.mark.parametrize("axis_name", [None, "data", "model", ("data",)])
+def test_a_forgotten_second_axis_is_an_error(axis_name):
+    """A batch that is split over two axes needs both names."""
 
     def step(axis_name):
         differentiated = value_and_grad(_loss, axis_name=axis_name)
@@ -262,6 +262,6 @@ def test_one_of_two_axes_that_is_forgotten_is_an_error(given):
 
     arguments = init_state(POLICY), _params(), jnp.asarray(_batch(DEVICES))
     with pytest.raises(ValueError, match=r"losses differ along mesh axis .*, with every axis to combine"):
-        step(given)(*arguments)
+        step(axis_name)(*arguments)
     grads = step(("data", "model"))(*arguments)
     _assert_close(grads, jax.grad(_loss)(*arguments[1:]))

@@ -1,4 +1,4 @@
-"""The JAX examples, run for real: they learn in float16, although their first steps overflow and are skipped."""
+"""The JAX examples learn in float16, although their first steps overflow and are skipped."""
 
 import runpy
 from pathlib import Path
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("default:::orbax")  # what Orbax warns of is Orbax's
+pytestmark = pytest.mark.filterwarnings("default:::orbax")  # warnings of Orbax are not about this library
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELD_BACK = {
@@ -19,13 +19,13 @@ HELD_BACK = {
     "jax_orbax": lambda training: (training.weights, training.opt_state.inner_state),
     "jax_sharded": lambda state: (state.params, state.step, state.opt_state.inner_state),
 }
-"""What a skipped step must leave alone, in what an example's `main` returns as `training`."""
+"""The parts of `training` that a skipped step must not change, by example."""
 COUNTS = {
     "jax_plain": lambda training: training.applied_steps,
     "jax_flax_linen": lambda state: state.step,
     "jax_sharded": lambda state: state.step,
 }
-"""What counts steps, such as a schedule: it must count those that were applied."""
+"""The counters in `training`, which must count applied steps only."""
 
 
 def _main(name):
@@ -33,18 +33,18 @@ def _main(name):
 
 
 def _numbers(tree):
-    """Return the leaves that are not activation functions."""
+    """Return the leaves as NumPy arrays, without activation functions."""
     return [np.asarray(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree) if not callable(leaf)]
 
 
 def test_no_example_is_left_out():
-    """Each example has a line here."""
+    """Each JAX example is in the table."""
     assert {path.stem for path in EXAMPLES.glob("jax_*.py")} == HELD_BACK.keys()
 
 
 @pytest.mark.parametrize("name", HELD_BACK)
 def test_it_learns(name, capsys):
-    """More than nine digits in ten are read, the start overflowed, and the float32 weights are all finite."""
+    """An example reads more than nine digits in ten, its first steps overflow, and its float32 weights are finite."""
     result = _main(name)()
     assert result.accuracy > 0.9
     assert result.scale_state.steps == 200
@@ -61,16 +61,16 @@ def test_it_learns(name, capsys):
 
 @pytest.mark.parametrize("name", HELD_BACK)
 def test_an_overflow_changes_nothing_but_the_scale(name):
-    """The first step overflows: whatever is trained is as it was before it, bit for bit."""
+    """If the first step overflows, all trained values are the same as before, bit for bit."""
     before, after = (_main(name)(steps) for steps in (0, 1))
     assert after.scale_state.skipped_steps == 1
     assert after.scale_state.loss_scale == before.scale_state.loss_scale / 2
-    kept, initial = (_numbers(HELD_BACK[name](result.training)) for result in (after, before))
-    assert [number.tobytes() for number in kept] == [number.tobytes() for number in initial]
+    final, initial = (_numbers(HELD_BACK[name](result.training)) for result in (after, before))
+    assert [number.tobytes() for number in final] == [number.tobytes() for number in initial]
 
 
 def test_a_resumed_run_is_one_that_was_never_interrupted():
-    """Bit for bit, with the scale's counters and the guard's, which have both seen overflows and growth."""
+    """A resumed run has the same bits as an uninterrupted run, in the counters of policy and guard, too."""
     main = _main("jax_orbax")
     resumed, uninterrupted = (main(60, resumes=resumes).training for resumes in (True, False))
     assert resumed.opt_state.scale_state.growth_tracker > 0
@@ -79,7 +79,7 @@ def test_a_resumed_run_is_one_that_was_never_interrupted():
 
 
 def test_the_sharded_example_is_sharded():
-    """Weights and moments are split over all devices, and stay so."""
+    """Weights and moments stay sharded over all devices."""
     training = _main("jax_sharded")(1).training
     for leaf in jax.tree.leaves((training.params, training.opt_state.inner_state[0].mu)):
         assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {leaf.shape[0] // jax.device_count()}

@@ -1,4 +1,4 @@
-"""The finite check is exact: for every dtype and value, under each transform, on one device and on eight."""
+"""The finite check is exact for every dtype and value, under each transform, on one device and on eight."""
 
 import os
 import subprocess
@@ -62,13 +62,13 @@ def _flags(leaves, scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_flags_are_exact(dtype):
-    """Infinities, NaN, the largest and the smallest number, in leaves of equal and other shapes, and unscaled."""
+    """The check is right for infinities, NaN, and the largest and the smallest number, in leaves of all shapes."""
     with enable_x64():
         require_exact_flags(dtype, SHAPES)
 
 
 def test_flags_are_exact_on_one_device():
-    """There, large leaves are combined or cut before they are reduced."""
+    """The check is right on one device, where large leaves are combined or split."""
     flags = "--xla_force_host_platform_device_count=1"
     environment = os.environ | {"JAX_ENABLE_X64": "1", "PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags}
     subprocess.run([sys.executable, "-c", ONE_DEVICE], check=True, env=environment)

@@ -1,4 +1,4 @@
-"""`loss_scaled(guard=)`: a spike skips a step as an overflow does, and the loss scale never learns of it."""
+"""`loss_scaled(guard=)`: a spike skips the step like an overflow, but does not change the scale state."""
 
 import functools
 
@@ -23,7 +23,7 @@ ADAM = optax.adam(0.1)
 
 
 def _in_one(optimizer):
-    """Return a step on scaled gradients that have exactly a given norm when they are unscaled."""
+    """Return a step on scaled gradients with exactly this norm after they are unscaled."""
 
     def step(params, opt_state, norm):
         scale = get_scale_state(opt_state).loss_scale
@@ -33,7 +33,7 @@ def _in_one(optimizer):
 
 
 def _windows():
-    """Return the norm of each window of three micro-batches, infinite where it is dropped."""
+    """Return the norm of each window of three micro-batches; it is infinite if the window is dropped."""
     windows = NORMS.reshape(-1, 3)
     return np.where(np.isfinite(windows).all(1), windows.mean(1, dtype=np.float32), np.inf)
 
@@ -70,7 +70,7 @@ MEAN = optax.GradientTransformation(lambda _: (), lambda grads, state, _: (lax.p
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_check_one_norm(check_vma):
-    """With `axis_name` it is that of all devices' gradients; a spike on one of eight skips on all of them."""
+    """With `axis_name` the guard compares the norm over all devices; a spike on one device skips the step on all."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data", guard=GUARD)
 

@@ -1,4 +1,4 @@
-"""Likely mistakes with the JAX functions: the error of each says what to do in one sentence."""
+"""Likely mistakes with the JAX functions raise an error that says what to do."""
 
 import functools
 import subprocess
@@ -38,18 +38,18 @@ def _losses(params):
         (lambda params: _losses(params).mean(), {"has_aux": True}, r"^fun returned .*; .* or with has_aux=True a pair"),
     ],
 )
-def test_what_a_function_must_return(fun, options, message):
-    """The loss is a scalar, and stands first in a pair with `has_aux`: eagerly and compiled."""
+def test_a_function_must_return_a_scalar_loss(fun, options, message):
+    """Without `has_aux`, `fun` returns a scalar; with `has_aux`, a pair that begins with a scalar."""
     for transform in (lambda function: function, jax.jit):
         with pytest.raises(TypeError, match=message):
             transform(value_and_grad(fun, **options))(STATE, PARAMS)
 
 
-# -- values that are not there yet -------------------------------------------------------------------------------------
+# -- values of traced arrays -------------------------------------------------------------------------------------------
 
 
-def test_values_that_are_not_there_yet():
-    """A state or a flag has no value while a step is compiled; the error says where to read it."""
+def test_a_traced_state_or_flag_has_no_value():
+    """Functions that read a state or a flag raise an error in a traced function, and say where to call them."""
     readers = [lambda state: diagnose(POLICY, state), lambda state: ScaleWatch().log(POLICY, state)]
     for read in (*readers, state_to_dict, lambda state: check_limits(POLICY, state)):
         with pytest.raises(TypeError, match=r"^the state is traced, .* call this outside of it, with the state"):
@@ -60,7 +60,7 @@ def test_values_that_are_not_there_yet():
         jax.jit(lambda finite: POLICY.update(POLICY.init_state(), finite))(jnp.asarray(False))
 
 
-# -- gradients that are not those of the parameters --------------------------------------------------------------------
+# -- gradients that do not fit the parameters --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -76,7 +76,7 @@ def test_values_that_are_not_there_yet():
     ],
 )
 def test_gradients_of_another_structure(grads, message, method, compiled):
-    """The sentence names what differs, and says what to pass; also where gradients are accumulated."""
+    """The message names the first difference, and says what to pass; with accumulation, too."""
     for steps in (1, 2):
         optimizer = loss_scaled(optax.adam(0.1), POLICY, accumulation_steps=steps)
         step = getattr(optimizer, method)
@@ -84,8 +84,8 @@ def test_gradients_of_another_structure(grads, message, method, compiled):
             (jax.jit(step) if compiled else step)(grads, optimizer.init(PARAMS), PARAMS)
 
 
-def test_gradients_that_leave_out_what_is_not_trained():
-    """Equinox has None in place of a gradient, also of a function in the model, which works as in optax."""
+def test_gradients_without_untrained_parameters():
+    """None may replace the gradient of an untrained array or a function, as in Equinox and optax."""
 
     class Model(eqx.Module):
         weight: jax.Array
@@ -104,7 +104,7 @@ def test_gradients_that_leave_out_what_is_not_trained():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_optimizer_that_sums_the_gradients_of_samples(compiled):
-    """Its updates have another shape than the gradients, and are zero where a step is skipped."""
+    """The gradients have one more dimension than the updates; the updates of a skipped step are zero."""
     optimizer = loss_scaled(optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0), POLICY)
     update = jax.jit(optimizer.update) if compiled else optimizer.update
     grads = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), PARAMS)
@@ -119,8 +119,8 @@ def test_an_optimizer_that_sums_the_gradients_of_samples(compiled):
 # -- mistakes that would be silent -------------------------------------------------------------------------------------
 
 
-def test_gradients_and_parameters_in_each_others_place():
-    """Where structures or dtypes tell: a parameter that is not trained has no gradient."""
+def test_swapped_gradients_and_parameters():
+    """Swapped arguments raise an error if their structures or dtypes differ."""
     optimizer = loss_scaled(optax.sgd(0.1), POLICY)
     params = {"weight": jnp.ones(3), "count": jnp.int32(5)}
     opt_state = optimizer.init({"weight": jnp.ones(3)})
@@ -132,7 +132,7 @@ def test_gradients_and_parameters_in_each_others_place():
 
 @pytest.mark.parametrize("wrap", [lambda step: step, jax.jit], ids=["eager", "jit"])
 def test_an_error_of_the_wrapped_optimizer_is_its_own(wrap):
-    """As optax's own for the state of another optimizer, or for missing parameters, which names the mistake."""
+    """The wrapped optimizer's own errors are raised unchanged, for a wrong state or for missing parameters."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY)
     other = optimizer.init(PARAMS)._replace(inner_state=optax.sgd(0.1, momentum=0.5).init(PARAMS)[:1])
     with pytest.raises(ValueError, match="number of updates and states has to be the same in chain"):
@@ -174,8 +174,8 @@ MISTAKES = {
         (lambda: OPTIMIZER.update(OPTIMIZER.init(PARAMS), PARAMS), "dict .*after the gradients"),
     ],
     PolicyError: [
-        (_step_of("window", "plain"), f"accumulation_steps=2 and guard=None do not .* {WITHOUT}; make"),
-        (_step_of("guard", "plain"), f"do not fit a state {WITHOUT}; make .* take the missing part from a"),
+        (_step_of("window", "plain"), f"accumulation_steps=2 and guard=None do not .* {WITHOUT}; pass"),
+        (_step_of("guard", "plain"), f"do not fit a state {WITHOUT}; pass .* take the missing part from a"),
         (_step_of("plain", "window"), "made with accumulation and without a guard"),
         (_step_of("plain", "guard"), "guard=None do not fit .* with a guard"),
         (lambda: TWICE.init(PARAMS), "inner is loss-scaled already; wrap the optimizer once"),
@@ -192,15 +192,15 @@ ROWS = [(error, *row) for error, rows in MISTAKES.items() for row in rows]
 
 
 @pytest.mark.parametrize(("error", "call", "message"), ROWS)
-def test_a_mistake_is_told_what_is_right(error, call, message):
-    """One sentence says what was given, and how the call goes, or which name or value is right."""
+def test_the_message_says_what_is_right(error, call, message):
+    """The message of a mistake says what was passed, and shows the right call, name or value."""
     with pytest.raises(error, match=message):
         call()
 
 
 @pytest.mark.parametrize("missing", ["jax", "optax"])
 def test_without_its_packages_the_import_says_what_to_install(missing):
-    """In place of the name of a module alone, which is still there."""
+    """A missing package raises an error with the command to install it; its cause is the original error."""
     code = f"import sys; sys.modules['{missing}'] = None; import lossscale_jax"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     said = f'needs jax and optax, and {missing} is not installed; run: pip install "lossscale[jax]"'
@@ -212,7 +212,7 @@ def test_without_its_packages_the_import_says_what_to_install(missing):
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}, {"max_norm": 1.0}])
 @pytest.mark.parametrize("method", ["update", "apply_gradients"])
 def test_eager_steps_on_numpy_float64(method, settings):
-    """Without x64 JAX computes in float32 with such parameters; the step is applied, and skipped."""
+    """Without x64, eager steps on float64 NumPy arrays compute in float32, and overflows are skipped."""
     params, optimizer = {"weight": np.ones(2)}, loss_scaled(optax.adam(0.1), POLICY, **settings)
     opt_state = optimizer.init(params)
     for size in (1.0, 1.0, np.inf, np.inf):

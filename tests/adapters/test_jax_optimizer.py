@@ -1,4 +1,4 @@
-"""`loss_scaled`: clipping, accumulation, dtypes, memory, its state; `test_jax_programs.py` has its steps."""
+"""`loss_scaled`: clipping, accumulation, dtypes, memory and state; `test_jax_programs.py` tests its steps."""
 
 import copy
 
@@ -29,7 +29,7 @@ WRAPS = pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["jit"
 
 @pytest.mark.parametrize("inner", [optax.adam, optax.lamb], ids=["adam", "lamb"])
 def test_updates_take_the_memory_of_the_gradients(inner):
-    """A compiled step in two calls needs hardly more temporary memory than one by `apply_gradients`."""
+    """A compiled step in two calls needs hardly more temporary memory than `apply_gradients`."""
     optimizer = loss_scaled(inner(0.1), POLICY)
     params = [jnp.ones((64, 64))] * 4
 
@@ -47,7 +47,7 @@ def test_updates_take_the_memory_of_the_gradients(inner):
 
 
 def test_complex_parameters():
-    """Clipped by both parts, and left alone by a skip down to the signs of zeros."""
+    """Complex gradients are clipped by the norm of both parts; a skip leaves all bits unchanged."""
     optimizer = loss_scaled(optax.sgd(1.0), 1.0, max_norm=1.0)
     in_one, in_two = (jax.jit(step_of(optimizer, way)) for way in WAYS)
     params = jnp.array([complex(-0.0, -0.0), 1.0])
@@ -61,7 +61,7 @@ def test_complex_parameters():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
 def test_an_eager_step_reads_nothing(way, settings):
-    """No array becomes a number of the host, whether it overflowed or not."""
+    """An eager step converts no array to a Python number, whether it overflows or not."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
     carry = PARAMS, optimizer.init(PARAMS)
     with reads_told(refuse):
@@ -73,7 +73,7 @@ def test_an_eager_step_reads_nothing(way, settings):
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_step_without_gradients_is_applied(max_norm):
-    """As where all parameters are frozen: nothing is no overflow, and its norm is 0."""
+    """A step without gradients, as with frozen parameters, is applied, and its norm is 0."""
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, max_norm=max_norm)
     _, opt_state = optimizer.apply_gradients({}, optimizer.init({}), {})
     assert get_scale_state(opt_state).skipped_steps == 0
@@ -82,7 +82,7 @@ def test_a_step_without_gradients_is_applied(max_norm):
 @pytest.mark.parametrize("skip_by", ["cond", "select"])
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float64", "float64"), ("float32", "float64")])
 def test_a_norm_is_right_wherever_squares_overflow(dtypes, skip_by):
-    """For every dtype and scale, in the state and in the clip; an element that overflows once unscaled is found."""
+    """The norm is right at every dtype and scale; an element that overflows after it is unscaled is detected."""
     for scale in (2.0**-20, 1.0, 1000.0, 2.0**126):
         optimizer = loss_scaled(optax.sgd(-1.0), scale, max_norm=1.0, skip_by=skip_by)
         with enable_x64():
@@ -103,7 +103,7 @@ def test_a_norm_is_right_wherever_squares_overflow(dtypes, skip_by):
 
 
 def test_finite_micro_batches_make_no_infinite_sum():
-    """What is applied is their mean, which is finite."""
+    """The mean of finite micro-batches is finite, and is applied."""
     optimizer = loss_scaled(optax.sgd(1.0), 1.0, accumulation_steps=2)
     params, opt_state = jnp.zeros(2), optimizer.init(jnp.zeros(2))
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_finite_micro_batches_make_no_infinite_sum():
 
 
 def test_extra_args_reach_the_inner_optimizer():
-    """Through a chain, too; an inner optimizer that knows none gets none."""
+    """Extra arguments reach an inner optimizer that accepts them, also through a chain."""
 
     def update(updates, state, params=None, *, value, **extra_args):
         return jax.tree.map(lambda update: update * value, updates), state
@@ -127,7 +127,7 @@ def test_extra_args_reach_the_inner_optimizer():
 @pytest.mark.parametrize("max_norm", [float("inf"), 1e300, jnp.float32(8.0), 0.0])
 @pytest.mark.parametrize("size", [3.0, 0.0])
 def test_a_large_max_norm_clips_nothing_and_one_of_zero_all(max_norm, size):
-    """As in PyTorch and TensorFlow; a gradient of zero does not become NaN."""
+    """An infinite `max_norm` clips nothing, and 0 clips everything; a gradient of zero stays zero."""
     optimizer = loss_scaled(optax.sgd(1.0), "none", max_norm=max_norm)
     updates, opt_state = optimizer.update(jnp.full(2, size), optimizer.init(jnp.zeros(2)))  # it needs no parameters
     assert updates.tolist() == [-size if max_norm else 0.0] * 2
@@ -135,7 +135,7 @@ def test_a_large_max_norm_clips_nothing_and_one_of_zero_all(max_norm, size):
 
 
 def test_a_rebuilt_optimizer_has_everything():
-    """flax 0.11 takes an optimizer apart into a pytree's leaves; a deep copy equals it, as of training states."""
+    """An optimizer that flax rebuilds from its leaves keeps its settings, and equals its deep copy."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY)
     assert repr(optimizer) == f"loss_scaled(..., policy={POLICY}, accumulation_steps=1)"
     assert copy.deepcopy(optimizer) == optimizer
@@ -158,7 +158,7 @@ def _dtypes(tree):
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
 @WRAPS
 def test_updates_and_state_of_halves_are_float32(wrap, settings, inner):
-    """From the first state on, so that an eps of 1e-8 is not zero; a dtype that the optimizer itself sets is kept."""
+    """With parameters in half precision, updates and states are float32, except for a dtype that the optimizer sets."""
     optimizer = loss_scaled(inner, POLICY, **settings)
     opt_state = optimizer.init(HALVES)
     expected = inner.init(jax.tree.map(jnp.float32, HALVES))
@@ -171,7 +171,7 @@ def test_updates_and_state_of_halves_are_float32(wrap, settings, inner):
 
 
 def test_a_restored_scale_moves_to_the_mesh_as_a_new_one_does():
-    """It stays on a device where its place was given, and is otherwise as free as the one before it."""
+    """A restored scale stays on a device that the user chose; otherwise a step may move it."""
     optimizer = loss_scaled(optax.sgd(0.1), POLICY)
     opt_state = optimizer.init(PARAMS)
     saved = state_to_dict(get_scale_state(opt_state), POLICY)
@@ -200,7 +200,7 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings) or "plain")
 @pytest.mark.parametrize("way", ["update", "apply_gradients"])
 def test_a_step_by_select_holds_no_conditional(way, settings, monkeypatch):
-    """Neither around the step nor in the check, the norm or the guard; by `cond` it holds some, and so on a CPU."""
+    """`skip_by="select"` compiles no conditional, and `"cond"` does."""
     counts = {}
     for skip_by in ("cond", "select", "cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=skip_by: backend)  # the default asks for it alone
@@ -213,7 +213,7 @@ def test_a_step_by_select_holds_no_conditional(way, settings, monkeypatch):
 
 @pytest.mark.parametrize("settings", [{}, {"guard": SpikeGuard(warmup=1)}], ids=["plain", "guard"])
 def test_a_skip_by_select_shows_zeros_to_the_wrapped_optimizer(settings):
-    """Neither what overflowed nor a spike, so that nothing in it fails, loops or reports because of them."""
+    """With `select`, the wrapped optimizer gets zeros in place of gradients that overflowed or spiked."""
     seen = []
 
     def record(updates, state, params=None):

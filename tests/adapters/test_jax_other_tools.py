@@ -1,4 +1,4 @@
-"""jmp's and flax's own scalers against their translations."""
+"""The scalers of jmp and flax, compared with their translations."""
 
 import random
 
@@ -15,13 +15,13 @@ from tests.sweeping import seeds
 
 
 def _jmp(config):
-    """Return jmp's scaler, a step of it, and what is saved of it."""
+    """Return jmp's scaler, its step, and a function that returns its checkpoint."""
     arrays = {key: jnp.float32(value) if "scale" in key else value for key, value in config.items()}
     return jmp.DynamicLossScale(**arrays), lambda scaler, finite: scaler.adjust(finite), vars
 
 
 def _flax(config):
-    """Return flax's scaler, a step of it, and what is saved of it."""
+    """Return flax's scaler, its step, and a function that returns its checkpoint."""
 
     def step(scaler, finite):
         return scaler.value_and_grad(lambda x: x * jnp.where(finite, 1.0, jnp.inf))(jnp.float32(1.0))[0]
@@ -40,7 +40,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("name", "make", "config"), CONFIGS)
 def test_the_policy_does_what_the_scaler_does(name, make, config):
-    """Scales are equal after every step, also of a run that is saved anywhere and continued."""
+    """Scales are equal after every step, also in a run that is saved at any step and resumed."""
     for seed in seeds(50):
         draw, policy = random.Random(seed), from_tool(name, config)
         original, step, saved = make(config)
@@ -56,7 +56,7 @@ def test_the_policy_does_what_the_scaler_does(name, make, config):
 
 
 def test_the_fields_of_a_scaler_are_a_config():
-    """`vars` of a scaler is read as it is, arrays and all."""
+    """`state_from_tool` accepts `vars` of a scaler, with its arrays."""
     policy = from_tool("flax", vars(DynamicScale(growth_interval=5)))
     assert (policy.growth_interval, policy.min_scale) == (6, SMALLEST_SCALE)
     policy = from_tool("jmp", vars(jmp.DynamicLossScale(jnp.float32(8.0))))
@@ -66,6 +66,6 @@ def test_the_fields_of_a_scaler_are_a_config():
 
 @pytest.mark.parametrize("place", [jnp.asarray, lambda value: jnp.asarray([value])])
 def test_arrays_in_a_checkpoint(place):
-    """Device arrays, of no dimension or of one element, are the numbers they hold."""
+    """A device array of shape `()` or of one element counts as its number."""
     state = state_from_tool("flax", {"scale": place(8.0), "fin_steps": place(7)})
     assert (state.loss_scale, state.growth_tracker) == (8.0, 7)

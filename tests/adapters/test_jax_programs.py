@@ -1,4 +1,4 @@
-"""Random programs through `loss_scaled`, next to a plain loop of the bare optimizer on gradients that need no scale."""
+"""Random programs with `loss_scaled`, compared with a plain loop of the wrapped optimizer without loss scaling."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ POLICIES = [
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is drawn."""
+    """A random program."""
 
     params: dict
     inner: str
@@ -55,7 +55,7 @@ class Program:
     settings: dict
     mode: str
     batches: list
-    """Pairs of the true gradients and whether they overflow."""
+    """Pairs of the unscaled gradients and a flag whether they overflow."""
     bad: float
 
 
@@ -110,8 +110,8 @@ def _in_float32(tree):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if _is_float(leaf) else leaf, tree)
 
 
-def _moved(params, updates):
-    """Return `params` with `updates` added in float32, in their own dtypes."""
+def _apply_updates(params, updates):
+    """Add `updates` to `params` in float32; keep the dtypes of `params`."""
     return jax.tree.map(
         lambda param, wide, update: (wide + update).astype(param.dtype), params, _in_float32(params), updates
     )
@@ -146,7 +146,7 @@ class Reference:
             shrink = np.float32(min(1.0, self.program.settings["max_norm"] / max(self.norm, 1e-30)))
             grads = jax.tree.map(lambda leaf: leaf * shrink if _is_float(leaf) else leaf, grads)
         updates, self.inner_state = self.inner.update(grads, self.inner_state, _in_float32(self.params))
-        self.params, self.applied = _moved(self.params, updates), True
+        self.params, self.applied = _apply_updates(self.params, updates), True
 
 
 def _optimizer(program):
@@ -154,8 +154,8 @@ def _optimizer(program):
     return AROUND[program.around](scaled)
 
 
-def _spoilt(grads, overflows, bad):
-    """Return gradients with one element that is not finite where they overflow."""
+def _overflow(grads, overflows, bad):
+    """Return gradients with a non-finite element if they overflow."""
     first = grads["first"].ravel()
     return {**grads, "first": jnp.where(overflows, first.at[-1].set(bad), first).reshape(grads["first"].shape)}
 
@@ -167,17 +167,17 @@ def _step(program, optimizer):
 
     def step(carry, batch):
         (params, opt_state), (grads, overflows) = carry, batch
-        grads = _spoilt(scaled(grads, opt_state), overflows, program.bad)
+        grads = _overflow(scaled(grads, opt_state), overflows, program.bad)
         if hasattr(optimizer, "apply_gradients") and program.mode != "two calls":
             return optimizer.apply_gradients(grads, opt_state, params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return _moved(params, updates), opt_state
+        return _apply_updates(params, updates), opt_state
 
     return step
 
 
-def _resumed(program, carry):
-    """Return `carry` after a pickle, the states of its scale and its guard after the core's plain dict."""
+def _resume(program, carry):
+    """Return `carry` after a pickle, and its scale state after `state_to_dict` and `load_scale_state`."""
     guard_state = optax.tree.get(carry[1], "guard_state")
     saved = state_to_dict(get_scale_state(carry[1]), program.policy, guard=guard_state)
     params, opt_state = jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(carry))))
@@ -185,7 +185,7 @@ def _resumed(program, carry):
 
 
 def _run(program, **jit_options):
-    """Yield parameters, scale state and outcome after each step, as the program's mode runs it."""
+    """Run the program in its mode; yield parameters, scale state and outcome after each step."""
     jit = functools.partial(jax.jit, **jit_options)
     optimizer = _optimizer(program)
     step, params = _step(program, optimizer), jax.tree.map(jnp.copy, program.params)
@@ -210,15 +210,15 @@ def _run(program, **jit_options):
     for batch in batches:
         carry = wrapped(carry, batch)
         yield jax.device_get(seen(carry))
-        carry = _resumed(program, carry) if program.mode == "resumed" else carry
+        carry = _resume(program, carry) if program.mode == "resumed" else carry
     assert program.mode == "eager" or wrapped._cache_size() == 1
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
-def test_a_program_is_the_bare_optimizers(seed):
-    """Step by step the same parameters, in the same dtypes, the scale state that the policy gives, and the outcome.
+def test_a_program_equals_the_loop_without_scaling(seed):
+    """After each step, parameters, dtypes, scale state and outcome equal the loop without scaling.
 
-    A call that applies nothing leaves them as they were, bit for bit.
+    A call that applies no step leaves the parameters unchanged, bit for bit.
     """
     program = _program(seed)
     reference, before = Reference(program), program.params
@@ -241,8 +241,8 @@ def test_a_program_is_the_bare_optimizers(seed):
 
 
 @pytest.mark.parametrize("seed", range(SELECTING_PROGRAMS))
-def test_a_program_goes_by_select_as_it_goes_by_cond(seed):
-    """Bit for bit, where XLA does not fuse: what it fuses decides which products and sums become one operation."""
+def test_select_and_cond_give_the_same_bits(seed):
+    """`skip_by="select"` gives the bits of `skip_by="cond"` if XLA fuses no product with a sum."""
     program = _program(seed)
     guard = SpikeGuard(threshold=1.5, memory=4, warmup=2) if seed % 2 else None
     runs = {}

@@ -1,4 +1,4 @@
-"""What docs/jax.md says in one line: logs, limits of a norm, two optimizers, a finite loss, export, older states."""
+"""Recipes of docs/jax.md: a limit of the norm, two optimizers, a finite loss, derivatives, export, older states."""
 
 import functools
 
@@ -30,7 +30,7 @@ def _steps(optimizer, factors):
 
 
 def test_a_step_above_a_fixed_norm_is_skipped():
-    """`optax.MultiSteps` of one step inside leaves the parameters, and the policy counts a finite step."""
+    """`optax.MultiSteps` of one step inside leaves the parameters unchanged, and the policy counts a finite step."""
     is_large = functools.partial(optax.skip_large_updates, max_squared_norm=100.0)
     inner = optax.MultiSteps(optax.adam(0.1), 1, should_skip_update_fn=is_large)
     first, *steps = _steps(loss_scaled(inner.gradient_transformation(), POLICY), [1.0, 3.0, jnp.inf, 1.0])
@@ -40,7 +40,7 @@ def test_a_step_above_a_fixed_norm_is_skipped():
 
 @pytest.mark.parametrize("bad", ["w", "b", None])
 def test_two_optimizers_decide_together(bad):
-    """An overflow in the gradients of one leaves the parameters of the other."""
+    """An overflow in the gradients of one optimizer also skips the other optimizer."""
     inner = optax.partition({"w": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "w", "b": "b"})
     optimizer, grads = loss_scaled(inner, POLICY), jax.tree.map(jnp.ones_like, PARAMS)
     grads |= {bad: jnp.full(2, jnp.nan)} if bad else {}
@@ -64,7 +64,7 @@ def test_a_float16_loss_is_infinite_at_a_scale_of_2_to_the_16(exponent, is_finit
 
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"guard": SpikeGuard()}])
 def test_a_step_can_be_differentiated(settings):
-    """The derivative by the learning rate and the parameters is that of the optimizer alone."""
+    """The derivatives by learning rate and parameters equal the derivatives of a step of the optimizer alone."""
 
     def trained(learning_rate, params, wrap):
         optimizer = wrap(optax.sgd(learning_rate, momentum=0.9))
@@ -81,7 +81,7 @@ def test_a_step_can_be_differentiated(settings):
 
 
 def test_an_exported_step():
-    """All types of the state are public, and can be registered."""
+    """All types of the state are public and can be registered for export."""
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, accumulation_steps=2, guard=SpikeGuard())
     types = (getattr(lossscale_jax, name) for name in ("LossScaledState", "LastStep", "Window"))
     for kind in (*types, ScaleState, GuardState, optax.EmptyState):
@@ -100,7 +100,7 @@ def _as_older(state):
 
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0, "guard": SpikeGuard()}, {"accumulation_steps": 2}])
 def test_a_state_of_an_older_version(settings):
-    """Its parts go into a new state; an unpickled one without a window goes on as it is."""
+    """A new state accepts the parts of an older state; an older state without a window continues unchanged."""
     optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
     new, step = optimizer.init(PARAMS), jax.jit(optimizer.apply_gradients)
     *_, (_, state) = _steps(optimizer, [1.0, 1.0])

@@ -1,4 +1,4 @@
-"""The five verbs and `value_and_grad` over pytrees: values, dtypes, and every transform."""
+"""The five verbs, `value_and_grad` and `overflow_report`: values, dtypes and transforms."""
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e3m4", "
 @pytest.mark.parametrize("shape", [(3,), (0, 3)])
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_float8_leaves(dtype, shape):
-    """Every verb takes them, eagerly and compiled, empty ones too; they are lifted to float32 as float16 is."""
+    """Every verb accepts float8 leaves and converts them to float32 like float16, eagerly and compiled."""
     state, leaf = init_state(2.0), jnp.ones(shape, dtype)
     for wrap in (lambda f: f, jax.jit):
         for out, value in ((wrap(unscale)(leaf, state), 0.5), (wrap(scale)(leaf, state), 2.0)):
@@ -29,8 +29,8 @@ def test_float8_leaves(dtype, shape):
     assert overflow_report(leaf) == []
 
 
-def test_what_is_not_a_loss_is_named():
-    """Integers and bools, whose gradients are zeros and so finite, or a PRNG key in place of a loss."""
+def test_a_loss_must_be_a_float():
+    """An integer, a bool or a PRNG key in place of a loss raises an error, because its gradient would be zero."""
     for loss in (3, True, jnp.int32(3), jax.random.key(0)):
         with pytest.raises(TypeError, match=r"a loss of dtype (int32|bool|key<fry>) has no gradient; pass a float"):
             scale(loss, init_state(2.0))
@@ -40,7 +40,7 @@ def test_what_is_not_a_loss_is_named():
 
 
 def test_select_takes_keys_and_functions():
-    """Of random numbers, and of a model; what is not an array stays, also where the old one is an equal copy."""
+    """`select` chooses PRNG keys, and passes through equal leaves that are not arrays."""
     new, old = ({"key": jax.random.key(seed), "activation": jax.nn.relu, "name": str(0.1)} for seed in (1, 0))
     for flag in (np.True_, jnp.asarray(True), jnp.asarray(False)):
         chosen = select(flag, new, old)
@@ -69,13 +69,13 @@ def test_select_restores_the_state_of_an_equinox_model(wrap):
     ],
 )
 def test_select_refuses_what_does_not_match(new, old, message):
-    """Nothing is broadcast and nothing is dropped in silence."""
+    """`select` raises an error instead of broadcasting or dropping a leaf."""
     with pytest.raises(ValueError, match=message):
         select(jnp.asarray(True), new, old)
 
 
 def test_init_state_is_placed():
-    """On a device or a sharding."""
+    """`init_state` accepts a device or a sharding."""
     mesh = jax.make_mesh((8,), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     assert init_state("dynamic", device=jax.devices()[3]).loss_scale.devices() == {jax.devices()[3]}
@@ -85,7 +85,7 @@ def test_init_state_is_placed():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
 @pytest.mark.parametrize("options", [{}, {"argnums": (0, 1), "has_aux": True}], ids=["plain", "options"])
 def test_value_and_grad(options, wrap):
-    """Loss, `aux` and gradients are those of `jax.value_and_grad`, whatever the scale, with its options, too."""
+    """Loss, `aux` and gradients equal the results of `jax.value_and_grad` at every scale, with its options, too."""
 
     def loss(params, inputs, *, factor):
         value = jnp.sum((inputs @ params["w"] + params["b"]) ** 2) * factor
@@ -101,7 +101,7 @@ def test_value_and_grad(options, wrap):
 
 
 def test_overflow_report():
-    """Names what is not finite by its path."""
+    """`overflow_report` names non-finite leaves by their paths."""
     grads = {"layers": [{"w": jnp.array([1.0, jnp.nan, jnp.inf, -3.0])}, {"w": jnp.ones(2)}], "n": jnp.arange(2)}
     (report,) = overflow_report(grads)
     assert report == ("['layers'][0]['w']", 1, 1, 0, 3.0)
@@ -113,7 +113,7 @@ def test_overflow_report():
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_float64_gradients_are_divided_as_in_numpy(wrap, dtype):
-    """Bit for bit, also by a scale that is not a power of two: by the verb, and by the wrapped optimizer."""
+    """`unscale` and `loss_scaled` divide float64 gradients with the bits of NumPy, at every scale."""
     grads, policy = np.random.default_rng(0).standard_normal(1000).astype(dtype), FixedScaling(1234.567)
     expected = lossscale_core.unscale(grads, policy.init_state())
     optimizer = loss_scaled(optax.sgd(-1.0), policy)
@@ -130,7 +130,7 @@ def test_float64_gradients_are_divided_as_in_numpy(wrap, dtype):
 
 
 def test_select_takes_numpy_float64_without_x64():
-    """JAX computes in float32 with it, so that the new value is a float32 array."""
+    """Without x64, `select` accepts a new float32 array and an old float64 NumPy array."""
     old = {"w": np.ones(2)}
     new = {"w": jnp.full(2, 3.0)}
     for flag in (jnp.asarray(True), jnp.asarray(False)):
