@@ -100,10 +100,10 @@ def check_train_step(
         if number in BAD_STEPS:
             new, new_scales = _flat(step_at(jnp.inf, batch))
             for name in (name for name in filter(_COUNT.search, scales) if new_scales[name] <= scales[name]):
-                received = any(not same(scales[n], new_scales[n]) for n in scales if not _SCALE.search(n))
+                reached_policy = any(not same(scales[n], new_scales[n]) for n in scales if not _SCALE.search(n))
                 (a, _), (b, _) = (_flat(step_at(loss_scale, batch)) for loss_scale in SCALES)
                 grow = all(_is_close(old[n], a[n], b[n], CLOSE) for n in a)
-                hint = (_HIDDEN_HINT if grow else _SCALE_HINT) if received else _POLICY_HINT
+                hint = (_HIDDEN_HINT if grow else _SCALE_HINT) if reached_policy else _POLICY_HINT
                 counted = f"{name} is {new_scales[name]} after it and was {scales[name]} before"
                 raise AssertionError(f"step {number} had an infinite loss scale, but {counted}; {hint}")
             names = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
@@ -116,10 +116,10 @@ def check_train_step(
             small = step_at(SCALES[0], batch)
             for loss_scale, limit in ((SCALES[1], CLOSE), (_TINY_SCALE, _TINY_SCALE_LIMIT)):
                 (a, _), (b, _) = _flat(small), _flat(step_at(loss_scale, batch))
-                differing = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name], limit)]
-                if differing:
+                differences = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name], limit)]
+                if differences:
                     used = f"loss scales of {SCALES[0]:g} and {format_number(loss_scale)} gave different results"
-                    raise AssertionError(f"at step {number} {used}: {join_names(differing)}; {_UNSCALE_HINT}")
+                    raise AssertionError(f"at step {number} {used}: {join_names(differences)}; {_UNSCALE_HINT}")
             state = small
 
 
