@@ -71,7 +71,7 @@ def _clip_scaled(
     """Unscale and clip by one multiplication, which comes after everything that may raise an error."""
     optimizers = [step.optimizer for step in steps]
     gradients = Gradients(optimizers, scaler._half_gradients)
-    state, ranks, groups = scaler._state, scaler._ranks, scaler._groups(optimizers, of_norm=True)
+    state, ranks, groups = scaler._state, scaler._ranks, scaler._ranks.groups(optimizers, of_norm=True)
     scale, are_fused = state.scale, True
     for optimizer in optimizers:
         are_fused = are_fused and kind_of(optimizer) is FUSED
@@ -114,7 +114,7 @@ def _clip_unscaled(scaler: "GradScaler", optimizers: Sequence[Optimizer], max_no
     gradients = Gradients(optimizers)
     params = (param for optimizer in optimizers for param in params_of(optimizer))
     device = next((param.device for param in params), torch.device("cpu"))
-    groups, unit = scaler._groups(optimizers, of_norm=True), torch.ones((), dtype=torch.float32, device=device)
+    groups, unit = scaler._ranks.groups(optimizers, of_norm=True), torch.ones((), dtype=torch.float32, device=device)
     norm, _ = gradients.norm(order, unit, groups, scaler._ranks.norm_group)
     if max_norm < math.inf:
         gradients.multiply_(_clip_factor(norm, max_norm))

@@ -219,8 +219,9 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
     def scale(self, outputs: Any) -> Any:
         """Multiply one or more losses by the loss scale, and return the products.
 
-        Call `backward` on the result before the next `update`. After an `update` that changes the scale, or after the
-        step of a fused optimizer on a device, `backward` raises `RuntimeError`. Does not synchronise.
+        Call `backward` on the result before the next `update`. After an `update` that changes the scale, `backward`
+        raises `RuntimeError`; if a fused optimizer has stepped on a device, it does so after every `update`. Does not
+        synchronise.
 
         Args:
             outputs: A tensor of any shape, or a nested structure or an iterable of tensors.
@@ -276,7 +277,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         scale = self._state.scale
         flag = torch.zeros_like(scale)
         flags = self._unscale_grads_(optimizer, scale.reciprocal(), flag, self._half_gradients)
-        groups = self._groups([optimizer], of_norm=True) if self._needs_norm else []
+        groups = self._ranks.groups([optimizer], of_norm=True) if self._needs_norm else []
         step.has_divided, step.has_dropped = bool(flags), False
         if groups and not flags:  # `total_norm` is a collective call, also for a rank without gradients
             flags = {scale.device: flag}
@@ -345,7 +346,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         kind = kind_of(optimizer)
         self._check_gradients(step, kind)
 
-        # Decide. The guard comes last, since it needs the norm over all ranks.
+        # Decide about the step. The guard comes last, since it needs the norm over all ranks.
         for hook in self._hooks:
             step.store_veto(hook.before_step(self, step), hook)
         if self._has_ranks():
@@ -416,15 +417,15 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
     def skip(self, optimizer: Optimizer) -> None:
         """Skip the step of an optimizer for a reason of your own. Call it instead of `step`, and then call `update`.
 
-        The outcome of the update is not applied. If the gradients were unscaled, an overflow in them still changes the
-        loss scale; otherwise the update does not count the step. If ranks decide together, all of them skip the step
-        when one of them calls `skip`; after `unscale_and_clip_`, every rank must call it. Does not synchronise. Raises
-        `RuntimeError` after `step`.
+        `update` then returns an outcome with `applied` False. If the gradients were unscaled, `update` counts the step,
+        and an overflow lowers the loss scale; otherwise it does not count the step. If ranks decide together, all of
+        them skip the step when one of them calls `skip`; after `unscale_and_clip_`, every rank must call it. Does not
+        synchronise. Raises `RuntimeError` after `step`.
         """
         step = self._open(optimizer, "skip")
         if step.is_done or (not self._enabled and step.applied):  # the optimizer has stepped already
             return
-        if self._enabled and self._groups([optimizer]):  # make the same collective calls as the ranks that step
+        if self._enabled and self._ranks.groups([optimizer]):  # make the same collective calls as the ranks that step
             if self._state.scale is None:
                 self._place_beside(optimizer)
             self._check_gradients(step, kind_of(optimizer))
@@ -663,10 +664,6 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         ranks = self._ranks
         return ranks.process_group is not None or ranks.norm_group is not None or has_meshes()
 
-    def _groups(self, optimizers: Sequence[Optimizer], *, of_norm: bool = False) -> "list[ProcessGroup]":
-        """Return the groups over which ranks combine the flags, or the norm, of optimizers."""
-        return self._ranks.groups(optimizers, of_norm=of_norm) if self._has_ranks() else []
-
     def _applied_by_flags(self, step: OptimizerStep, applied_by_all: bool | Tensor) -> bool | Tensor:
         """Return whether the step of an optimizer was applied, if its kernel or a subclass decided by the flags."""
         decision = None if is_capturing() else self._state.decision([step], may_read=False)
@@ -807,7 +804,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         state = self._state.on_host()
         self._watch.log(self.policy, state)
         entries = checkpoint_entries(self.policy, state)
-        for hook in self._stateful_hooks():
+        for hook in self._hooks_with_state():
             entries.update(hook.state_dict())
         return entries
 
@@ -832,9 +829,18 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         is_dropped = self._is_dropped or any(step.has_begun for step in self._steps.values())
         self._abandon()
         self._is_dropped = is_dropped
-        with self._loading(state_dict, self._stateful_hooks()):
+        loaded: list[tuple[Hook, dict[str, Any]]] = []
+        try:
+            for hook in self._hooks_with_state():
+                before = hook.state_dict()
+                hook.load_state_dict(state_dict)
+                loaded.append((hook, before))
             self._load(state, policy)
             self.policy = policy
+        except BaseException:  # a state is loaded as a whole or not at all
+            for hook, before in loaded:
+                hook.load_state_dict(before)
+            raise
 
     def _load(self, state: ScaleState, policy: ScalingPolicy) -> None:
         """Continue from a state, and multiply waiting gradients to match its scale."""
@@ -843,23 +849,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         if before is not None:
             self._waiting.rescale(self, state[0].item() / before)
 
-    def _stateful_hooks(self) -> list[Hook]:
+    def _hooks_with_state(self) -> list[Hook]:
         return [*self._hooks, *([self._guard] if self._guard is not None else []), self._watch]
-
-    @contextlib.contextmanager
-    def _loading(self, state_dict: Mapping[str, Any], hooks: Iterable[Hook]) -> Iterator[None]:
-        """Load the entries of hooks. If this or the body of the context raises an error, load the old entries again."""
-        loaded: list[tuple[Hook, dict[str, Any]]] = []
-        try:
-            for hook in hooks:
-                before = hook.state_dict()
-                hook.load_state_dict(state_dict)
-                loaded.append((hook, before))
-            yield
-        except BaseException:
-            for hook, before in loaded:
-                hook.load_state_dict(before)
-            raise
 
     def __repr__(self) -> str:
         number = None if self._state.is_on_device() else self._state.scale_on_host()

@@ -122,18 +122,18 @@ class Guard(Hook):
             flag, after = self._check_on_device(state, to_device(norm, device), to_device(overflow, device) == 0.0)
         else:
             value = norm.item()
-            is_known = value < math.inf and not overflow
+            is_finite = value < math.inf and not overflow
             # A float64 norm that overflows float32 is a spike. It is not an overflow.
-            accepted, after = self.rule.check(state, min(value, _LARGEST) if is_known else math.inf)
+            accepted, after = self.rule.check(state, min(value, _LARGEST) if is_finite else math.inf)
             flag = torch.tensor(float(not accepted), dtype=torch.float32)
         self._proposed[key] = after
         return flag
 
-    def _check_on_device(self, state: GuardState, norm: Tensor, is_known: Tensor) -> tuple[Tensor, GuardState]:
+    def _check_on_device(self, state: GuardState, norm: Tensor, is_finite: Tensor) -> tuple[Tensor, GuardState]:
         """Return the flag and the state after the step."""
         if norm.dtype is torch.float64:  # as on the host, a norm that overflows float32 is a spike
-            is_known, norm = is_known & (norm < math.inf), norm.clamp(max=_LARGEST).float()
-        accepted, after = self.rule.check(state, torch.where(is_known, norm, math.inf), xp=torch)
+            is_finite, norm = is_finite & (norm < math.inf), norm.clamp(max=_LARGEST).float()
+        accepted, after = self.rule.check(state, torch.where(is_finite, norm, math.inf), xp=torch)
         return torch.where(accepted, 0.0, 1.0), after
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
