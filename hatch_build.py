@@ -1,7 +1,7 @@
 """The metadata that depends on where the repository is published: the project's URLs, and the links of its README.
 
-`[tool.lossscale] repository` in pyproject.toml is the one place that names the address. The README has relative links,
-which work in a clone and in every fork. A package index needs absolute ones, which this hook makes.
+Only `[tool.lossscale] repository` in pyproject.toml names the address. The README has relative links, which work in
+clones and forks. A package index needs absolute links; this hook makes them.
 """
 
 import re
@@ -26,7 +26,7 @@ class CustomMetadataHook(MetadataHookInterface):
 
 
 def project_urls(repository: str) -> dict[str, str]:
-    """Return the project's URLs, which a package index shows; none without a repository."""
+    """Return the project's URLs for a package index; without a repository, an empty dict."""
     if not repository:
         return {}
     return {

@@ -49,7 +49,7 @@ class Recording:
         self.policy, self.trace, self._command = policy, trace, os.getpid()
         # With launchers other than torchrun, the ranks have the same command line and no process group yet.
         is_rank = "TORCHELASTIC_RUN_ID" not in os.environ and any(name in os.environ for name in _RANKS)
-        self._locked = None if is_rank else self._own_file()
+        self._locked = None if is_rank else self._trace_of_rank()
         if self._locked is not None and not _lock(self._locked):
             raise LossScaleError(f"another run writes {self._locked}; wait until it ends, or pass another file")
         # Forked processes share this lock. The process that writes the trace holds it until its end.
@@ -65,7 +65,7 @@ class Recording:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._views: list[_GradScaler] = []
 
-    def _own_file(self) -> Path | None:
+    def _trace_of_rank(self) -> Path | None:
         rank, ranks = _rank()
         if self.trace is None or ranks == 1:
             return self.trace
@@ -73,7 +73,7 @@ class Recording:
 
     def add(self, scaler: Any, *row: Any) -> None:
         """Add a row. Synchronises with the host once per hundred rows if numbers are on a device."""
-        if not self._views and (file := self._own_file()) is not None:
+        if not self._views and (file := self._trace_of_rank()) is not None:
             is_free = file not in (self.trace, self._locked) or self._claim.acquire(block=False)
             if is_free and (file == self._locked or _lock(file)):
                 self._file = file
@@ -155,7 +155,7 @@ def start(policy: ScalingPolicy | None, trace: Path | None) -> None:
     if policy is not None:
         RECORDING.say(f"--policy replaces the settings that the script gives its scaler: {policy!r}")
     for scaler, replaced, *modules in (
-        (Recorded, _TorchGradScaler, torch.amp.grad_scaler, torch.amp, torch),
+        (RecordingScaler, _TorchGradScaler, torch.amp.grad_scaler, torch.amp, torch),
         (_Own, _GradScaler, lossscale_torch),
         (_Sharded, _ShardedGradScaler, sharded_grad_scaler),
     ):
@@ -165,9 +165,9 @@ def start(policy: ScalingPolicy | None, trace: Path | None) -> None:
             setattr(module, name, scaler)
     amp: Any
     for device, amp in (("cuda", torch.cuda.amp), ("cpu", torch.cpu.amp)):
-        init: Any = functools.partialmethod(Recorded.__init__, device)
+        init: Any = functools.partialmethod(RecordingScaler.__init__, device)
         members = {"__init__": init, "__module__": amp.GradScaler.__module__}
-        amp.GradScaler = amp.grad_scaler.GradScaler = type("GradScaler", (Recorded,), members)
+        amp.GradScaler = amp.grad_scaler.GradScaler = type("GradScaler", (RecordingScaler,), members)
 
 
 def _rank() -> tuple[int, int]:
@@ -193,13 +193,13 @@ def _sizes(optimizer: Any, scale: Any) -> tuple[Any, Any] | None:
     return norm if is_whole else torch.full_like(norm, torch.nan), largest  # shards give a part of the norm
 
 
-def _combined(sizes: list[tuple[Any, Any]]) -> Iterator[Any]:
+def _combine(sizes: list[tuple[Any, Any]]) -> Iterator[Any]:
     """Yield the norm and the largest magnitude of the gradients of several optimizers, also on several devices."""
     for function, parts in zip((torch.hypot, torch.maximum), zip(*sizes, strict=True), strict=True):
         yield functools.reduce(function, [part.to(parts[0]) for part in parts])
 
 
-class Recorded(_GradScaler):
+class RecordingScaler(_GradScaler):
     """Scaler of this library in the place of torch's scaler, with the command's policy if it has a policy."""
 
     @functools.wraps(_GradScaler.__init__)  # type: ignore[misc]  # for programs that read the signature
@@ -227,20 +227,20 @@ class Recorded(_GradScaler):
                 step = records[0]["step"] if records else self.metrics()["steps"]
                 sizes = [record["sizes"] for record in records if record.get("sizes")]
                 outcome = (info.loss_scale_used, info.applied, info.overflowed, info.spiked)
-                RECORDING.add(self, step, *outcome, *(_combined(sizes) if sizes else (None, None)))
+                RECORDING.add(self, step, *outcome, *(_combine(sizes) if sizes else (None, None)))
         finally:
             super()._end_step(info)
 
 
-class _Own(Recorded):
+class _Own(RecordingScaler):
     """`lossscale_torch.GradScaler`."""
 
 
-class _Sharded(Recorded, _ShardedGradScaler):  # type: ignore[misc]  # its update returns None
+class _Sharded(RecordingScaler, _ShardedGradScaler):  # type: ignore[misc]  # its update returns None
     """`ShardedGradScaler`: the backoff factor precedes the growth factor, and it accepts float16 gradients."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(_ShardedGradScaler).bind(*args, **kwargs).arguments
         if dist.is_initialized():  # torch's default is read when its module is imported, which may be too early
             arguments.setdefault("process_group", dist.group.WORLD)
-        Recorded.__init__(self, **arguments, half_gradients=True)
+        RecordingScaler.__init__(self, **arguments, half_gradients=True)

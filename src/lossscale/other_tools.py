@@ -62,7 +62,7 @@ def _whole(value: Any) -> int:
     return int(min(number, NEVER))
 
 
-def _reached(value: Any, more: int = 0) -> int:
+def _exact_count(value: Any, more: int = 0) -> int:
     """Return a count that the tool compares with `==`. A count below 1 or a fraction is never equal: `NEVER`."""
     number = _real(value) + more
     return _whole(number) if 1 <= number < NEVER and number == int(number) else NEVER
@@ -93,11 +93,11 @@ READ: dict[str, Callable[[Any], dict[str, Any]]] = {
     "backoff_factor": lambda v: {"backoff_factor": _real(v)},
     "growth_factor, and backoff_factor = 1 / value": _up_and_down,
     "growth_interval": lambda v: {"growth_interval": _whole(v)},
-    "growth_interval; never grows below 1": lambda v: {"growth_interval": _reached(v)},
-    "growth_interval = value + 1; never grows below 0": lambda v: {"growth_interval": _reached(v, 1)},
+    "growth_interval; never grows below 1": lambda v: {"growth_interval": _exact_count(v)},
+    "growth_interval = value + 1; never grows below 0": lambda v: {"growth_interval": _exact_count(v, 1)},
     "growth_interval; at least 1, rounded down": lambda v: {"growth_interval": int(min(max(_real(v), 1.0), NEVER))},
     "hysteresis": lambda v: {"hysteresis": _whole(v)},
-    "hysteresis; never backs off below 1": lambda v: {"hysteresis": _reached(v)},
+    "hysteresis; never backs off below 1": lambda v: {"hysteresis": _exact_count(v)},
     "refill_on_finite": lambda v: {"refill_on_finite": _flag(v)},
     "min_scale": lambda v: _floor(_real(v)),
     # The documentation of flax writes its default as text.
@@ -135,7 +135,7 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
         raise PolicyError(
             f"the config of {name} must be a dict, not {describe(config)}; pass from_tool json.load(file)"
         )
-    values = _named(name, tool, config)
+    values = _rename_keys(name, tool, config)
     if keys := [key for key, value in _block(tool, config).items() if isinstance(value, str) and value == "auto"]:
         warn_caller(
             f'{name}: {join_names(keys)} of "auto" is taken for the default of {name}; a trainer may fill in another '
@@ -166,7 +166,7 @@ def _find(name: Any, error: type[LossScaleError]) -> dict[str, Any]:
     raise error(unknown_name(name, "a tool that from_tool and state_from_tool read", table()))
 
 
-def _named(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]:
+def _rename_keys(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]:
     """Return a config under the names in the table, with plain values."""
     values: dict[str, Any] = {}
     for key, value in _block(tool, config).items():
@@ -249,7 +249,7 @@ def tools_of_config(config: Mapping[str, Any]) -> list[str]:
     names = []
     for name, tool in table().items():
         with contextlib.suppress(PolicyError):
-            names += [name] if _keys(name, tool, _named(name, tool, config)) else []
+            names += [name] if _keys(name, tool, _rename_keys(name, tool, config)) else []
     return names
 
 

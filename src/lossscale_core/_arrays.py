@@ -171,7 +171,7 @@ def unscale(grads: TreeT, state: ScaleState, *, xp: Namespace | None = None) -> 
     def unscale_leaf(leaf: Any, array: Array, leaf_xp: Namespace) -> Any:
         if not _is_gradient(array, leaf_xp):
             return leaf
-        # A quotient, not a product with the reciprocal: scales that are not powers of two lose no digit.
+        # The quotient rounds once; a product with the reciprocal of a scale that is not a power of two rounds twice.
         return _at_least_float32(array, leaf_xp) / _scale_for(array, loss_scale, leaf_xp)
 
     unscaled: TreeT = _map_arrays(unscale_leaf, grads, xp)

@@ -168,7 +168,7 @@ def load_policy(path: str | os.PathLike[str]) -> ScalingPolicy:
         PolicyError: The content of the file is not the config of a policy; the message names the file.
         OSError: The file cannot be read.
     """
-    _known_suffix(path)
+    _policy_suffix(path)
     config = read_data(path, "policy", PolicyError)
     try:
         return policy_from_dict(config)
@@ -191,7 +191,7 @@ def dump_policy(policy: ScalingPolicy, path: str | os.PathLike[str], *, overwrit
         FileExistsError: The file exists, and `overwrite` is False.
         OSError: The file cannot be written.
     """
-    write_whole(path, policy_text(policy, _known_suffix(path)), overwrite=overwrite)
+    write_whole(path, policy_text(policy, _policy_suffix(path)), overwrite=overwrite)
 
 
 def policy_text(policy: ScalingPolicy, suffix: str) -> str:
@@ -216,7 +216,7 @@ def policy_text(policy: ScalingPolicy, suffix: str) -> str:
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in config.items())
 
 
-def _known_suffix(path: str | os.PathLike[str]) -> str:
+def _policy_suffix(path: str | os.PathLike[str]) -> str:
     """Return the suffix of a policy's file. Raises `PolicyError` if it is another suffix, or `path` is not a path."""
     if isinstance(path, str | os.PathLike) and (suffix := suffix_of(path)) in _SUFFIXES:
         return suffix

@@ -185,7 +185,7 @@ _int32 = functools.lru_cache(np.int32)
 
 
 @np.errstate(over="ignore")  # the frameworks do not warn of a product above float32's range either
-def _without_overflow_warning(transition: Transition, state: Any, steps: Array, xp: Namespace) -> Any:
+def _transition_on_host(transition: Transition, state: Any, steps: Array, xp: Namespace) -> Any:
     return transition(state, steps, xp)
 
 
@@ -202,7 +202,7 @@ def _select(
     steps = saturating_increment(state.steps, xp=xp)
     if xp is HOST:  # only the transition of the flag is computed
         transition = after_finite if host_flag(grads_finite, _UPDATE) else after_overflow
-        after = _without_overflow_warning(transition, state, steps, xp)
+        after = _transition_on_host(transition, state, steps, xp)
         return state._make([_int32(value) if type(value) is int else value for value in after])
     require_flag(grads_finite, _UPDATE)
     pairs = zip(after_finite(state, steps, xp), after_overflow(state, steps, xp), strict=True)

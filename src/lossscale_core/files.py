@@ -107,7 +107,7 @@ def read_data(path: Path, kind: str, error: type[LossScaleError]) -> Any:
             if len(max(text.splitlines(), key=len, default="")) > _LONGEST_LINE:
                 raise ValueError(f"a line has more than {_LONGEST_LINE} characters; break it, or write JSON")
             return tomllib.loads(text)
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        return json.loads(text, object_pairs_hook=_reject_duplicates)
     except (ValueError, RecursionError) as reason:
         kind = "TOML" if suffix == ".toml" else "JSON"
         raise error(f"{os.fspath(path)} is not valid {kind}: {reason}") from reason
@@ -130,7 +130,7 @@ def csv_lines(rows: Iterable[Sequence[Any]], titles: Sequence[str] = ()) -> Iter
         yield ",".join("" if cell is None else repr(cell) for cell in cells) + "\n"
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dict of pairs. Raises `ValueError` for a repeated key, as the parser of TOML does."""
     content = dict(pairs)
     if len(content) < len(pairs):

@@ -1,9 +1,9 @@
-"""Mutation testing: which small faults of the code no test notices. Started by `nox -s mutants`.
+"""Mutation testing: find small faults of the code that the tests do not notice. `nox -s mutants` starts it.
 
-cosmic-ray makes the mutants: it takes operators of one's own, and one mutant is one text. (mutmut 3 puts all mutants
-of a function beside each other into the code that runs, so that what `jit`, `torch.compile` and AutoGraph trace is
-another program; and it mutates no class body.) Its way of running tests starts a process for each mutant and changes
-the files in place, so `worker.py` forks instead, from a process that has imported the frameworks, on a copy of `src`.
+cosmic-ray makes the mutants, because it accepts further operators and writes each mutant as a text. (mutmut 3 puts all
+mutants of a function into one program, so that `jit`, `torch.compile` and AutoGraph trace another program. It does not
+mutate class bodies.) cosmic-ray itself would start a process for each mutant and change the files in place. `worker.py`
+forks instead from a process that has imported the frameworks, and uses a copy of `src`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 
 BACKENDS = ["tensorflow", "jax", "torch"]
-IMPORTS = {  # what the tests of a package import, and a worker has imported before it forks
+IMPORTS = {  # the imports of a worker before it forks
     "lossscale": ["numpy", "click", "torch"],
     "lossscale_core": ["numpy", "array_api_strict", "hypothesis"],
     "lossscale_torch": ["torch", "hypothesis"],
@@ -44,12 +44,12 @@ LOWEST, LOWEST_OF_PACKAGE = 0.90, 0.86  # some survivors are equivalent programs
 def stages(package, module, is_own):
     """Return the runs of pytest for a mutant, its own files first: the backend of Keras, a word for `-k`, the files."""
     own = own_tests(package)[module]
-    tables = [] if is_own else [own_tests(each) for each in TESTS if each.split(".")[0] == package.split(".")[0]]
-    more = {each for table in tables for files in table.values() for each in files} - {*own}
+    tables = [] if is_own else [own_tests(other) for other in TESTS if other.split(".")[0] == package.split(".")[0]]
+    more = {file for table in tables for files in table.values() for file in files} - {*own}
     for files in (own, sorted(more)):
         runs = collections.defaultdict(list)
-        for each in files:
-            name, _, word = each.partition("@")
+        for file in files:
+            name, _, word = file.partition("@")
             is_for_all = package == "lossscale_keras" and "/tensorflow_" not in name
             for backend in BACKENDS if is_for_all else BACKENDS[:1]:
                 runs[backend, word].append(f"tests/{name.replace('/', '/test_')}.py")
@@ -57,17 +57,17 @@ def stages(package, module, is_own):
 
 
 class Mutant:
-    """A mutant of a file of `src`: its whole text, its lines before and after, its tests, and what came of them."""
+    """A mutant of a file of `src`: its text, its lines before and after, and the outcome of its tests."""
 
     def __init__(self, path, code):
         self.path, self.code, source = str(path.relative_to(SRC)), code, path.read_text()
         self.package, _, self.module = self.path.removesuffix(".py").replace("/", ".").rpartition(".")
         old, new = source.splitlines(), self.code.splitlines()
         steps = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-        changed = [each for each in steps if each[0] != "equal"]
+        changed = [step for step in steps if step[0] != "equal"]
         (_, first, _, start, _), (_, _, last, _, end) = changed[0], changed[-1]
         self.line = first + 1
-        self.before, self.after = (" ".join(" ".join(each).split()) for each in (old[first:last], new[start:end]))
+        self.before, self.after = (" ".join(" ".join(lines).split()) for lines in (old[first:last], new[start:end]))
         self.outcome, self.failed = "", []
 
     def __str__(self):
@@ -85,21 +85,21 @@ class Mutant:
 
 
 def draw(paths, seed, count):
-    """Draw mutants, without those that compile to the program of another one or of the unchanged file."""
-    everything = [(path, *place) for path in paths for place in places(path.read_text())]
-    random.Random(seed).shuffle(everything)
-    drawn, seen = [], {meaning(path.read_text()) for path in paths}
-    while everything and len(drawn) != count:
-        path, operator, number = everything.pop()
+    """Draw mutants with different programs, which also differ from the unchanged file."""
+    candidates = [(path, *place) for path in paths for place in places(path.read_text())]
+    random.Random(seed).shuffle(candidates)
+    mutants, programs = [], {meaning(path.read_text()) for path in paths}
+    while candidates and len(mutants) != count:
+        path, operator, number = candidates.pop()
         code = mutate_code(path.read_text(), operator, number)
         try:
             program = meaning(code)
         except SyntaxError:  # cosmic-ray writes `not` before the name of a `:=`
             continue
-        if program not in seen:
-            drawn.append(Mutant(path, code))
-        seen.add(program)
-    return drawn
+        if program not in programs:
+            mutants.append(Mutant(path, code))
+        programs.add(program)
+    return mutants
 
 
 def run_mutants(package, mutants, options):
@@ -120,30 +120,30 @@ def run_mutants(package, mutants, options):
 def print_report(mutants):
     """Print the survivors and a row for each package, and return whether enough mutants were killed."""
     counts = collections.defaultdict(collections.Counter)
-    for each in mutants:
-        for package in ("all", each.package.split(".")[0]):
-            counts[package][each.outcome] += 1
-        if each.outcome in ("survived", "broken"):
-            print(f"{each.outcome}: {each}")
+    for mutant in mutants:
+        for package in ("all", mutant.package.split(".")[0]):
+            counts[package][mutant.outcome] += 1
+        if mutant.outcome in ("survived", "broken"):
+            print(f"{mutant.outcome}: {mutant}")
     titles = ["package", *OUTCOMES, "share killed"]
     print(f"\n| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     is_good = True
-    for package, of in sorted(counts.items()):
-        killed = of["killed"] + of["endless"]
-        share = killed / max(1, killed + of["survived"])
+    for package, outcomes in sorted(counts.items()):
+        killed = outcomes["killed"] + outcomes["endless"]
+        share = killed / max(1, killed + outcomes["survived"])
         is_good &= share >= (LOWEST if package == "all" else LOWEST_OF_PACKAGE)
-        print(f"| {package} | " + " | ".join(str(of[each]) for each in OUTCOMES) + f" | {share:.1%} |")
+        print(f"| {package} | " + " | ".join(str(outcomes[name]) for name in OUTCOMES) + f" | {share:.1%} |")
     return is_good
 
 
 def print_tests(mutants):
     """Print how many mutants each test kills, and how many of them no other test kills."""
-    files = {file for each in mutants for stage in stages(each.package, each.module, True) for file in stage[2:]}
+    files = {file for mutant in mutants for stage in stages(mutant.package, mutant.module, True) for file in stage[2:]}
     texts = {file: (ROOT / file).read_text() for file in files}
     tests = [f"{file}::{name}" for file in files for name in re.findall(r"^def (test_\w+)", texts[file], re.M)]
     kills, alone = collections.Counter(dict.fromkeys(tests, 0)), collections.Counter()
-    for each in mutants:
-        failed = {test.partition("[")[0] for test in each.failed}
+    for mutant in mutants:
+        failed = {test.partition("[")[0] for test in mutant.failed}
         kills.update(failed)
         alone.update(failed if len(failed) == 1 else ())
     print("\n| kills | alone | test |\n|---|---|---|")
@@ -152,28 +152,30 @@ def print_tests(mutants):
 
 
 def main():
-    """Draw mutants, run the tests on them, and print what survived."""
+    """Draw mutants, run the tests on them, and print the survivors."""
     parser = argparse.ArgumentParser("nox -s mutants --", description="Find small faults that no test notices.")
     parser.add_argument("what", nargs="*", default=["src"], help="files, folders or packages; otherwise all packages")
     parser.add_argument("--seed", type=int, default=68, help="another seed draws another sample")
-    parser.add_argument("--count", type=int, help="how many to draw: 300, or all mutants of what is named")
-    parser.add_argument("--own", action="store_true", help="run the tests of a module, and not those of its package")
+    parser.add_argument("--count", type=int, help="number of mutants; by default 300, or all mutants of named files")
     parser.add_argument(
-        "--tests", action="store_true", help="list what each of a module's tests kills, and kills alone"
+        "--own", action="store_true", help="run only the tests of a module, without the tests of its package"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="how many processes run tests")
+    parser.add_argument(
+        "--tests", action="store_true", help="list how many mutants each test of a module kills, and kills alone"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes that run tests")
     options = parser.parse_args()
-    named = [path if (path := ROOT / each).exists() else SRC / each.replace(".", "/") for each in options.what]
-    if missing := [each for each, path in zip(options.what, named, strict=True) if not path.exists()]:
+    roots = [path if (path := ROOT / name).exists() else SRC / name.replace(".", "/") for name in options.what]
+    if missing := [name for name, path in zip(options.what, roots, strict=True) if not path.exists()]:
         parser.error(f"{', '.join(missing)} cannot be found; name files of src, or packages such as lossscale_core")
-    paths = [path for each in named for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])]
+    paths = [path for root in roots for path in (sorted(root.rglob("*.py")) if root.is_dir() else [root])]
     mutants = draw(paths, options.seed, options.count or (300 if options.what == ["src"] else None))
     parts = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for package in sorted({each.package for each in mutants}):
-            ours = sorted((each for each in mutants if each.package == package), key=lambda each: each.path)
+        for package in sorted({mutant.package for mutant in mutants}):
+            members = sorted((m for m in mutants if m.package == package), key=lambda mutant: mutant.path)
             for part in range(options.jobs):
-                parts.append(pool.submit(run_mutants, package, ours[part :: options.jobs], options))
+                parts.append(pool.submit(run_mutants, package, members[part :: options.jobs], options))
     for part in parts:
         part.result()
     if options.tests:

@@ -11,7 +11,7 @@ TEST_FILES = {
     "lossscale_tf": "adapters/tensorflow_",
     "lossscale_keras": "adapters/keras_",
 }
-"""How the names of a package's test files begin, below `tests` and without `test_`."""
+"""The start of the names of a package's test files, below `tests` and without `test_`."""
 
 TESTS = {
     "lossscale_core": """
@@ -104,10 +104,10 @@ TESTS = {
         *: command_page
     """,
 }
-"""The test files of each module that has none of its own name, as `test_guard.py` is for `_guard`.
+"""The test files of each module, if they are not the file of its name, such as `test_guard.py` for `_guard`.
 
-A file has the rest of its name, or the name from the folder on where it is another package's. `@` limits it to the
-tests that name a word. `*` has the other files of the package, which run last.
+A row has the ends of the names of files, or names with a folder for files of other packages. `@` limits a file to the
+tests that contain a word. `*` has the other files of the package, which run last.
 """
 
 
@@ -118,4 +118,4 @@ def own_tests(package):
     named = {module: files.split() for modules, files in rows for module in modules.split()}
     modules = [path.stem for path in (ROOT / "src" / package.replace(".", "/")).glob("*.py")]
     listed = {module: [module.strip("_")] for module in modules} | named
-    return {module: [each if "/" in each else start + each for each in files] for module, files in listed.items()}
+    return {module: [file if "/" in file else start + file for file in files] for module, files in listed.items()}

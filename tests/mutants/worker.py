@@ -1,7 +1,7 @@
 """A process that has imported the frameworks, and forks for each mutant of a package a child that runs the tests.
 
-A mutant is a survivor if it passes the tests of its own module, and then those of the package. It is broken, not
-killed, if its module cannot be imported or a test file cannot be collected. Tests see a copy of `src`.
+A mutant survives if the tests of its module and of its package pass. It is broken, not killed, if its module cannot be
+imported or a test file cannot be collected. The tests run on a copy of `src`.
 """
 
 import ctypes
@@ -109,7 +109,7 @@ def outcome(job, path, limits, options):
         if stage not in limits:
             limits[stage] = limit(module, stage, options)
         status, failed = run_mutant()
-        if status is None:  # perhaps the machine has more to do than when the limit was set
+        if status is None:  # the machine may be slower than at the time of the limit
             limits[stage] = max(limits[stage], limit(module, stage, options))
             status, failed = run_mutant()
         if status != PASSED:
@@ -124,7 +124,7 @@ def main():
     for framework in imports.split(","):
         importlib.import_module(framework)
     if "keras" not in imports.split(","):  # TensorFlow imports Keras, which keeps the backend that it finds
-        for name in [each for each in sys.modules if each.partition(".")[0] == "keras"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "keras"]:
             del sys.modules[name]
     for line in sys.stdin:
         job = json.loads(line)

@@ -72,7 +72,7 @@ def require_new(*paths: Path, overwrite: bool = False) -> None:
             raise click.UsageError(f"{path} exists and is not overwritten; name another file, or pass --overwrite")
 
 
-def typed_policy(text: str) -> ScalingPolicy:
+def parse_policy(text: str) -> ScalingPolicy:
     """Return the policy for an argument of the command; a number is a fixed scale."""
     try:
         number = float(text)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from lossscale.cli._shared import FILE, example, typed_policy
+from lossscale.cli._shared import FILE, example, parse_policy
 
 
 @click.command(
@@ -24,7 +24,7 @@ def command(policy: str | None, trace: Path | None, is_module: bool, program: tu
     -m a module, and its arguments. At exit, stderr has a diagnosis. With several processes, run:
     torchrun --nproc-per-node 8 -m lossscale run --trace scale.csv train.py
     """
-    scaling = None if policy is None else typed_policy(policy)
+    scaling = None if policy is None else parse_policy(policy)
     if trace is not None and trace.suffix.lower() != ".csv":
         raise click.UsageError(f"--trace {trace} must end in .csv; pass such a name")
     if not is_module and not Path(program[0]).is_file():

@@ -7,7 +7,7 @@ from typing import Any
 import click
 import numpy as np
 
-from lossscale.cli._shared import AS_JSON, FILE, example, print_json, print_table, say, typed_policy
+from lossscale.cli._shared import AS_JSON, FILE, example, parse_policy, print_json, print_table, say
 from lossscale.cli._trace import Trace, read_trace
 from lossscale_core import BaseScaling, ScalingPolicy, diagnose, policy_to_dict, testing
 from lossscale_core.adapters import format_number
@@ -29,9 +29,9 @@ def command(policy: str, trace: Path, dtype: str, as_json: bool) -> None:
     POLICY is a .toml or .json file, "dynamic", "none" or a number (a fixed scale). TRACE is a CSV file of lossscale run
     or of the demo.
     """
-    scaling, run = typed_policy(policy), read_trace(trace)
+    scaling, run = parse_policy(policy), read_trace(trace)
     counted = Trace._make(column[run.applied | run.overflowed] for column in run)  # without steps that a guard skipped
-    simulated, basis = _simulated(scaling, counted, dtype)
+    simulated, basis = _simulate(scaling, counted, dtype)
     numbers = counted.step.astype(int)
     stretches, summary = _stretches(simulated, numbers), _summary(scaling, simulated, numbers)
     if as_json:
@@ -48,7 +48,7 @@ def command(policy: str, trace: Path, dtype: str, as_json: bool) -> None:
     say(f"{basis}.")
 
 
-def _simulated(scaling: ScalingPolicy, run: Trace, dtype: str) -> tuple[testing.Trace, str]:
+def _simulate(scaling: ScalingPolicy, run: Trace, dtype: str) -> tuple[testing.Trace, str]:
     """Return the policy's run, and a sentence about its overflows."""
     if not np.isfinite(run.gradient_max[~run.overflowed]).any():
         return testing.simulate(scaling, ~run.overflowed), _ONLY_FLAGS
