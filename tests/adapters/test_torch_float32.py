@@ -1,4 +1,4 @@
-"""Modules that are kept in float32, and the plan that says which ones must be."""
+"""Modules that are kept in float32, and the plan that finds the modules to keep."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
 
 
 def _counted_plan(model, loss_fn):
-    """Return the plan, and how many forward and backward passes it took."""
+    """Return the plan, and the number of its forward and backward passes."""
     passes = []
 
     def counting():
@@ -89,7 +89,7 @@ def _loss_fn(model, x, weight=1.0, dtype=torch.float32, autocast=True):
     return loss_fn
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------
+# -- modules in float32 ------------------------------------------------------------------------------------------------
 
 
 def _in_units(model, dtype=torch.float32):
@@ -116,18 +116,18 @@ WRAPPED = {
 @pytest.mark.parametrize("is_kept_first", [True, False])
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_a_module_is_kept_in_every_wrapper(kind, is_kept_first):
-    """Before and after it is wrapped: the loss is that of float16 with these modules in float32, under FSDP2 nearly."""
+    """The loss is the same whether a module is kept before or after it is wrapped; FSDP2 rounds it differently."""
     model, x = _net(1.0, 1e6)
-    names, kept = set(model.state_dict()), ["blocks.1", "norm"]
-    undo = keep_in_float32(model, kept)
+    entries, names = set(model.state_dict()), ["blocks.1", "norm"]
+    undo = keep_in_float32(model, names)
     expected = _loss_fn(model, x)()
     undo.close()
     if is_kept_first:
-        keep_in_float32(model, kept)
+        keep_in_float32(model, names)
     wrapped = WRAPPED[kind](model)
     if not is_kept_first:
-        keep_in_float32(wrapped if isinstance(wrapped, nn.Module) else model, kept)
-    assert set(model.state_dict()) == names
+        keep_in_float32(wrapped if isinstance(wrapped, nn.Module) else model, names)
+    assert set(model.state_dict()) == entries
     loss = _loss_fn(wrapped, x, autocast=kind != "fsdp2")()
     loss.backward()
     assert all(param.grad.isfinite().all() for param in model.parameters() if param.grad is not None)
@@ -135,14 +135,14 @@ def test_a_module_is_kept_in_every_wrapper(kind, is_kept_first):
 
 
 def test_names_and_undoing():
-    """A pattern stands for parts between two dots; twice is once; a context ends it, and another `forward` returns."""
+    """A pattern stands for parts between two dots; a context ends its call only, and restores a replaced `forward`."""
     model, x = _net(1.0, 1e6, 1e6)
     loss_fn = _loss_fn(model, x)
     model.blocks[1].forward = model.blocks[1].forward
     with keep_in_float32(model, "blocks.[1-9]"), keep_in_float32(model, ["blocks.1", "blocks.?"]):
         assert loss_fn().isfinite()
     assert not loss_fn().isfinite()
-    assert [name for name, each in model.named_modules() if "forward" in vars(each)] == ["blocks.1"]
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["blocks.1"]
     undo = keep_in_float32(model, ["blocks.1", "*.2"])
     assert loss_fn().isfinite()
     undo.close()
@@ -150,7 +150,7 @@ def test_names_and_undoing():
 
 
 def test_inputs_of_a_kept_module():
-    """Tensors in half precision are cast, wherever they are; what the module writes into its inputs stays there."""
+    """Tensors in half precision are cast, nested ones too; the inputs keep the values that the module writes."""
 
     class Writes(nn.Module):
         def forward(self, x, nested, seen):
@@ -225,8 +225,8 @@ REFUSED = {
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_kept_is_refused(name):
-    """The message says what to do; under FSDP2 it shows the line."""
+def test_a_module_that_cannot_be_kept_is_refused(name):
+    """The message names the remedy; under FSDP2 it shows the line to write."""
     program, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         program(*_net(1.0, 1.0))
@@ -256,7 +256,7 @@ def _layers(*layers, gain=1.0):
 
 
 class Between(nn.Module):
-    """Layers whose results the model itself multiplies by a large gain and adds up."""
+    """A model that itself multiplies the results of its layers by a large gain, and adds them up."""
 
     def __init__(self):
         super().__init__()
@@ -307,10 +307,10 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_says_what_to_do(name):
-    """Which modules to keep, or that none helps; the forward pass first, and a smaller loss scale where one fits.
+def test_a_plan_names_modules_or_a_remedy(name):
+    """It names the modules to keep, or says that none helps; a smaller loss scale comes before more modules.
 
-    A pattern stands for several modules; one of several blocks is named itself.
+    A pattern stands for several modules; if only one of several blocks is kept, it is named itself.
     """
     torch.manual_seed(0)
     make, options, modules, text = PLANS[name]
@@ -318,7 +318,7 @@ def test_a_plan_says_what_to_do(name):
     loss_fn = _loss_fn(model, x, **options)
     plan = _require_minimal_plan(model, loss_fn, modules)
     assert plan.patterns == plan.modules or name in ("several", "between")
-    assert all(each in repr(plan) for each in text.split(" ... "))
+    assert all(part in repr(plan) for part in text.split(" ... "))
     assert plan.after.forward_finite is ("\nafter: finite; use " in str(plan))
 
 
@@ -356,12 +356,12 @@ MODELS = {
     "ViT": (r"blocks.1.mlp.fc1", ["blocks.1.mlp.fc1", "blocks.1.mlp.fc2"]),
     "EfficientNet": (r".*conv_dw", ["blocks.0.0.conv_dw", "blocks.1.0.conv_dw", "blocks.1.1.conv_dw"]),
 }
-"""Which weights of models of transformers and timm are made large, and the modules of the plan."""
+"""For models of transformers and timm the weights that are made large, and the modules of the plan."""
 
 
 @pytest.mark.parametrize("name", MODELS if IS_SWEEP else ["T5"])
-def test_a_plan_of_another_project(name, monkeypatch):
-    """Plans of models that are made from their configurations are minimal, and training works with them."""
+def test_a_plan_for_a_model_of_another_project(name, monkeypatch):
+    """A plan for a model that is made from its configuration is minimal, and a step with it is applied."""
     torch.manual_seed(0)
     pattern, modules = MODELS[name]
     model, loss_of_model = model_of_transformers(name) if name in TRANSFORMERS else model_of_timm(name, monkeypatch)
@@ -398,8 +398,8 @@ def test_a_plan_under_fsdp2(autocast):
     assert plan.after.forward_finite
 
 
-def test_a_plan_takes_a_scale_of_one_and_tells_of_the_worst_batch():
-    """A loss scale of 1 is enough unless more is asked for; `before` is of the batch that overflows first."""
+def test_a_plan_accepts_a_scale_of_one_and_reports_the_worst_batch():
+    """A loss scale of 1 is enough unless `at_least` is larger; `before` describes the batch that overflows first."""
     model, x = _net(1.0)
     largest = range_report(model, _loss_fn(model, x)).overflows_above
     loss_fns = [_loss_fn(model, x, weight) for weight in (1.0, largest, 8.0)]
@@ -409,7 +409,7 @@ def test_a_plan_takes_a_scale_of_one_and_tells_of_the_worst_batch():
 
 
 def test_a_plan_fits_all_batches_and_changes_nothing():
-    """Of three batches one is quiet; gradients, buffers and random states stay."""
+    """Two of three batches overflow; gradients, buffers and random states stay as they were."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))
     nn.init.constant_(model[1].weight, 10.0)

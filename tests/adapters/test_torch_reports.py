@@ -1,4 +1,4 @@
-"""The reports on gradients, on real float16 models: what they predict and name is right, and nothing is changed."""
+"""Range reports on real float16 models: their scales and names are right, and the model stays as it was."""
 
 import contextlib
 import functools
@@ -58,7 +58,7 @@ def _network(name):
 
 
 def _loss_fn(model, x, weight=1.0):
-    """Return what draws the same dropout masks whenever it is called."""
+    """Return a loss function that draws the same dropout masks in every call."""
 
     def loss_fn():
         torch.manual_seed(1)
@@ -84,8 +84,8 @@ def _largest_finite_scale(model, loss_fn):
 
 @pytest.mark.parametrize("weight", [1.0, 1e-3, 1e9])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_limit_is_the_one_that_bisection_finds(name, weight):
-    """Within one power of two, on each network and with each weight of the loss."""
+def test_a_limit_agrees_with_bisection(name, weight):
+    """The limit of the report is within one power of two of the largest scale with finite gradients."""
     model, x = _network(name)
     loss_fn = _loss_fn(model, x, weight)
     report = range_report(model, loss_fn)
@@ -109,7 +109,7 @@ def _square(model, x):
     ("dtype", "where"), [(torch.float16, "loss_fn (aten.div)"), (torch.float32, "the gradient of")]
 )
 def test_a_root_of_zero_is_named(dtype, where):
-    """No scale makes its gradient finite, and the report says so before it speaks of weights of the loss."""
+    """No scale makes its gradient finite; the report names this cause before the weight of the loss."""
     model, x = _network("half")
     report = range_report(model, lambda: (0.0 * model(x)).to(dtype).sqrt().float().mean())
     assert (report.forward_finite, report.init_scale, report.overflows_first[: len(where)]) == (True, None, where)
@@ -129,29 +129,29 @@ def test_nan_without_infinity_is_predicted():
 
     report = range_report(model, loss_fn)
     assert (report.forward_finite, report.overflows_above) == (True, 2048.0)
-    found = {}
+    reports = {}
     for scale in (4096.0, 2048.0):
         model.zero_grad()
         loss = loss_fn()
         (loss * scale).backward()
-        found[scale] = overflow_report(model.named_parameters(), loss=loss)
-    assert found[4096.0] == [("query.weight", 256, 0, 0, 0.0), ("key.weight", 256, 0, 0, 0.0)]
-    assert found[4096.0].verdict.startswith("finite loss, NaN without an infinity: a smaller loss scale fixes")
-    assert (found[2048.0], found[2048.0].verdict) == ([], "every gradient is finite")
+        reports[scale] = overflow_report(model.named_parameters(), loss=loss)
+    assert reports[4096.0] == [("query.weight", 256, 0, 0, 0.0), ("key.weight", 256, 0, 0, 0.0)]
+    assert reports[4096.0].verdict.startswith("finite loss, NaN without an infinity: a smaller loss scale fixes")
+    assert (reports[2048.0], reports[2048.0].verdict) == ([], "every gradient is finite")
 
 
 # -- nothing changes ---------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_is_computed_once():
-    """It may draw its batch from an iterator, and be a callable with an unknown signature."""
+    """The function may draw its batch from an iterator, and have an unknown signature."""
     model, x = _network("mlp")
     losses = map(functools.partial(_square, model), [x])
     assert range_report(model, functools.partial(next, losses)).forward_finite
 
 
 def test_compiled_models_run_uncompiled():
-    """So that their operations are seen, under the names that the model has without `torch.compile`; so under vmap."""
+    """The operations have the names of the model without `torch.compile`; `vmap` changes nothing either."""
     model, x = _network("mlp")
     plain = range_report(model, lambda: _square(model, x))
     compiled = torch.compile(model, backend="eager")
@@ -169,8 +169,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_a_loss_is_refused(name):
-    """The message says what was returned and what to return, or shows the call that is meant."""
+def test_a_function_without_a_loss_is_refused(name):
+    """The message names the returned value and the expected one."""
     program, message = REFUSED[name]
     with pytest.raises(ValueError if name in ("several", "no graph") else TypeError, match=message):
         program(*_network("mlp"))
@@ -178,17 +178,18 @@ def test_what_is_not_a_loss_is_refused(name):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_modules_keep_their_names(reentrant):
-    """What is computed again in the backward pass, too."""
+    """Operations that the backward pass computes again have the names of the forward pass."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     x = torch.ones(2, 4, requires_grad=True)
     report = range_report(model, lambda: checkpoint(lambda y: _square(model, y), x, use_reentrant=reentrant))
-    assert {each.module for each in report.backward} <= {"0", "1", "loss_fn"}
-    assert "0" in {each.module for each in report.backward}
+    modules = {record.module for record in report.backward}
+    assert modules <= {"0", "1", "loss_fn"}
+    assert "0" in modules
     assert x.grad is None
 
 
 def test_a_mask_of_infinity_is_not_an_overflow():
-    """It is written on purpose."""
+    """The model writes such a mask on purpose."""
     x = torch.ones(3, 3, dtype=torch.float16, requires_grad=True)
     model = nn.Linear(3, 3).half()
 
@@ -196,11 +197,11 @@ def test_a_mask_of_infinity_is_not_an_overflow():
         scores = model(x).masked_fill(torch.eye(3, dtype=torch.bool), -math.inf)
         return scores.softmax(-1).float().square().mean()
 
-    assert not any(each.overflowed for each in range_report(model, loss_fn).forward)
+    assert not any(record.overflowed for record in range_report(model, loss_fn).forward)
 
 
 def test_small_gradients_flush_to_zero_without_a_scale():
-    """The report says how many, at the recommended scale and at 1."""
+    """The report gives their share at the recommended scale and at 1."""
     model = nn.Linear(4, 1)
     report = range_report(model, lambda: 1e-7 * _square(model, torch.full((2, 4), 1e-2)))
     assert report.flushed < 0.01
@@ -208,8 +209,8 @@ def test_small_gradients_flush_to_zero_without_a_scale():
     assert report.init_scale > 2.0**16
 
 
-def test_what_needs_no_scaling():
-    """float32 and bfloat16."""
+def test_float32_and_bfloat16_need_no_scaling():
+    """The report recommends `NoScaling`."""
     model = nn.Linear(4, 1)
     report = range_report(model, lambda: model(torch.ones(2, 4)).square().mean())
     assert report.overflows_above == math.inf
@@ -221,7 +222,7 @@ def test_what_needs_no_scaling():
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_nothing_is_changed(raises):
-    """Parameters, gradients, buffers, reassigned ones too, and random states, also if the loss raises."""
+    """Parameters, gradients, buffers and random states stay as they were, even if the loss raises an error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     other = nn.Parameter(torch.ones(1))
@@ -237,7 +238,8 @@ def test_nothing_is_changed(raises):
 
     def everything():
         states = [torch.get_rng_state(), repr(random.getstate()), repr(np.random.get_state())]
-        return [*(each.clone() for each in (*model.state_dict().values(), other.grad)), *states], model[1].running_mean
+        tensors = (*model.state_dict().values(), other.grad)
+        return [*(tensor.clone() for tensor in tensors), *states], model[1].running_mean
 
     before, buffer = everything()
     with pytest.raises(KeyError) if raises else contextlib.nullcontext():

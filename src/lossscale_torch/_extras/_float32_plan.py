@@ -1,4 +1,4 @@
-"""Modules that run in float32 while the rest of a model runs in float16, and the search for those that must."""
+"""Modules that run in float32 while the rest of a model runs in float16, and the search for such modules."""
 
 import difflib
 import fnmatch
@@ -48,7 +48,7 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
             FSDP unit. If `fully_shard` or `half()` comes later, or around it, the first forward pass raises the error.
     """
     patterns = [names] if isinstance(names, str) or not isinstance(names, Iterable) else [*names]
-    if not isinstance(model, nn.Module) or not all(isinstance(each, str) for each in patterns):
+    if not isinstance(model, nn.Module) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
             f"keep_in_float32() was given {type(model).__name__} and {type(names).__name__}; it takes a module and the "
             "names of modules in it; call keep_in_float32(model, plan.modules)"
@@ -77,11 +77,11 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
 
 
 def _running_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have a forward pass by their names; that of the model itself is empty."""
-    outer = [each for name, each in model.named_modules() if not plain_name(name)]  # torch.compile may be around DDP
-    inner = next((each.module for each in outer if isinstance(each, nn.parallel.DistributedDataParallel)), model)
+    """Return the modules that have a forward pass by their names; the name of the model itself is empty."""
+    outer = [module for name, module in model.named_modules() if not plain_name(name)]  # torch.compile around DDP, too
+    inner = next((module.module for module in outer if isinstance(module, nn.parallel.DistributedDataParallel)), model)
     named = inner.named_modules(remove_duplicate=False)
-    return {plain_name(name): each for name, each in named if not name or type(each).forward is not nn.Module.forward}
+    return {plain_name(name): part for name, part in named if not name or type(part).forward is not nn.Module.forward}
 
 
 def _is_kept(module: nn.Module) -> bool:
@@ -92,17 +92,17 @@ def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args
     copies: dict[Tensor, Tensor] = {}
 
     def in_float32(value: Any) -> Any:
-        # A list or a dict without such tensors is passed on itself, since the module may write into it.
-        if not any(getattr(each, "dtype", None) in LOW_PRECISION for each in tree_leaves(value)):
+        # A list or a dict without tensors in low precision is not copied, since the module may write into it.
+        if not any(getattr(leaf, "dtype", None) in LOW_PRECISION for leaf in tree_leaves(value)):
             return value
         return tree_map_only(Tensor, lambda tensor: copies.setdefault(tensor, at_least_float32(tensor)), value)
 
     is_eager = not torch.compiler.is_compiling()
     if is_eager:
         _require_float32_parameters(module, name)
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    places = [each.device.type for each in (*tensors, *itertools.islice(module.parameters(), 1))]
-    device = next((place for place in places if place not in ("cpu", "meta")), "cpu")
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    devices = [tensor.device.type for tensor in (*tensors, *itertools.islice(module.parameters(), 1))]
+    device = next((device for device in devices if device not in ("cpu", "meta")), "cpu")
     is_autocast = torch.is_autocast_enabled(device)
     with torch.autocast(device, enabled=False):
         result = forward(*map(in_float32, args), **{key: in_float32(value) for key, value in kwargs.items()})
@@ -112,7 +112,7 @@ def _in_float32(module: nn.Module, name: str, forward: Callable[..., Any], *args
     half = next((tensor.dtype for tensor in tensors if tensor.dtype in LOW_PRECISION), torch.float32)
     if is_autocast or half is torch.float32:
         return result
-    # Without autocast the operation that follows would get float32 and its weights in half precision.
+    # Without autocast nothing casts the inputs of the module that follows to the dtype of its weights.
     return tree_map_only(Tensor, lambda tensor: tensor.to(half) if tensor.dtype is torch.float32 else tensor, result)
 
 
@@ -122,9 +122,9 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _require_float32_parameters(module: nn.Module, name: str) -> None:
-    # A unit of FSDP2 is asked without importing it, and by its type, since a module looks up what it lacks slowly.
-    units = [each for each in module.modules() if hasattr(type(each), "_get_fsdp_state")]
-    dtypes = {each._get_fsdp_state()._mp_policy.param_dtype for each in units}  # type: ignore[operator]
+    # The type tells a unit of FSDP2 without an import; a module itself looks up missing attributes slowly.
+    units = [part for part in module.modules() if hasattr(type(part), "_get_fsdp_state")]
+    dtypes = {unit._get_fsdp_state()._mp_policy.param_dtype for unit in units}  # type: ignore[operator]
     if half := LOW_PRECISION & (dtypes | {param.dtype for param in module.parameters()}):
         raise ValueError(
             f"{name} has parameters in {half.pop()}; a module that is kept in float32 computes with parameters in "
@@ -135,20 +135,20 @@ def _require_float32_parameters(module: nn.Module, name: str) -> None:
 
 
 class Float32Plan(NamedTuple):
-    """The modules that must run in float32, and the range reports without and with them; `print` it."""
+    """The modules that must run in float32, and the range reports without and with them; `print` the plan."""
 
     modules: tuple[str, ...]
     """A minimal set: without any of them something overflows. Pass it to `keep_in_float32`."""
     patterns: tuple[str, ...]
-    """The same, with one pattern such as `"blocks.*.mlp"` for several blocks; it may cover further blocks."""
+    """The same modules, with one pattern such as `"blocks.*.mlp"` for several blocks; it may cover further blocks."""
     before: RangeReport
-    """The report without the plan; of several batches the worst."""
+    """The report without the plan; the worst one if there are several batches."""
     after: RangeReport
-    """The same with the plan."""
+    """The report with the plan, chosen in the same way."""
     running: int
-    """How many modules the model has."""
+    """The number of modules of the model."""
     note: str = ""
-    """What still overflows and what to do, or what would do without some of the modules; mostly empty."""
+    """The overflow that remains and its remedy, or a plan with fewer modules and a smaller scale; mostly empty."""
 
     @property
     def policy(self) -> ScalingPolicy | None:
@@ -182,19 +182,19 @@ def float32_plan(
 
     Args:
         model: The model, with its parameters in float32.
-        loss_fn: Runs the forward pass as for `range_report`, on the same batch each time; or several such functions, of
-            which the plan must fit all.
+        loss_fn: Runs the forward pass as for `range_report`, on the same batch each time. If it is a list of functions,
+            the plan fits all of them.
         at_least: The smallest loss scale to accept.
 
     Returns:
         The plan: `print` it, and pass its `modules` to `keep_in_float32` before training. `patterns` are the same, with
-        one pattern for several blocks; `before` and `after` are range reports, of several batches the worst; `note`
-        says what still overflows and what to do, or what would do without some of the modules, and is mostly empty.
+        one pattern for several blocks. `before` and `after` are the range reports of the worst batch. `note` is mostly
+        empty; it names an overflow that remains and its remedy, or a plan with fewer modules and a smaller scale.
 
     Raises:
         TypeError: As for `range_report`.
-        ValueError: The same; or a module that must run in float32 has parameters in half precision, or is kept already
-            and never called, though its weights are used.
+        ValueError: As for `range_report`; or a module that must run in float32 has parameters in half precision, or a
+            module that is kept already is never called, though its weights are used.
     """
     loss_fns = loss_fn if isinstance(loss_fn, Sequence) else [loss_fn]
     for function in loss_fns:
@@ -237,7 +237,7 @@ class _Search:
         self._results: dict[frozenset[str], tuple[Overflow | None, Any]] = {}
 
     def overflow(self, names: list[str]) -> Overflow | None:
-        """Return what overflows first, in the forward pass or else at the smallest loss scale to accept."""
+        """Return the first overflow, of the forward pass or else of a backward pass at the smallest scale to accept."""
         if frozenset(names) not in self._results:
             self._results[frozenset(names)] = self._run(names, needs_report=False)
         return self._results[frozenset(names)][0]
@@ -249,7 +249,7 @@ class _Search:
         return self._results[frozenset(names)][1]
 
     def _run(self, names: list[str], needs_report: bool) -> tuple[Overflow | None, Any]:
-        """Return what overflows first, and the worst report; without one after an overflow if none is needed."""
+        """Return the first overflow and the worst report; None stands for a report that is not needed."""
         overflow, reports = None, []
         for loss_fn in self._loss_fns:
             try:
@@ -260,7 +260,7 @@ class _Search:
                     if overflow and not needs_report:
                         return overflow, None
                     reports.append(passes.report())
-            except RuntimeError as error:  # such as of index_add_, where a kept module's result meets a half buffer
+            except RuntimeError as error:  # index_add_ raises it if it adds a kept module's result to a half buffer
                 if not names or needs_report or isinstance(error, torch.OutOfMemoryError):
                     raise
                 named = {module: name for name, module in self.modules.items() if name}
@@ -280,7 +280,7 @@ class _Search:
                 )
 
     def extend(self, names: list[str], overflow: Overflow) -> list[str]:
-        """Return the names and a module that feeds the overflow, or else its place; the names alone if none helps."""
+        """Return the names and a module that feeds the overflow, or else its module; the same names if none helps."""
         first = "".join(overflow.places[:1])
         place = next((name.rpartition(".")[0] for name in names if _is_in(first, name)), first)
         outside = [module for module in overflow.places if not any(_is_in(module, name) for name in names)]
@@ -308,7 +308,7 @@ class _Search:
         return names
 
     def pattern(self, name: str, names: list[str]) -> str:
-        """Return a pattern for the same part of several blocks, if all that it covers is alike; else the name."""
+        """Return a pattern for the same part of several blocks, if all these parts have one type; else the name."""
         star = re.sub(r"(?<=\.)\d+\b", "*", name)
         covered = [other for other in self.modules if _matches(other, star)]
         are_alike = len({type(self.modules[other]) for other in covered}) == 1

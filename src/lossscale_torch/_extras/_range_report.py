@@ -1,4 +1,4 @@
-"""A report on the magnitudes of one forward and one backward pass: what overflows, what flushes, which scale fits."""
+"""A report on the magnitudes of one forward and one backward pass: overflows, flushes to zero, the scale that fits."""
 
 import bisect
 import contextlib
@@ -21,8 +21,8 @@ from lossscale_torch._report import bad_gradients
 from lossscale_torch._snapshots import Buffers, random_states
 from lossscale_torch._verbs import all_finite, scaled
 
-_DTYPES = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-LOW_PRECISION = {each for each in _DTYPES if each.is_floating_point and each.itemsize < 4}
+_DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+LOW_PRECISION = {dtype for dtype in _DTYPES if dtype.is_floating_point and dtype.itemsize < 4}
 _COMPUTES_NOTHING = re.compile(
     r"aten\.((new_)?(empty|zeros|ones|full)(_|$)|(zero_|fill_|resize_|clone|detach|alias|lift_fresh)$)"
 )
@@ -53,14 +53,14 @@ class OperationRange(NamedTuple):
 
 
 class RangeReport(NamedTuple):
-    """What one forward pass and a few backward passes computed; `print` it."""
+    """The magnitudes of one forward pass and of a few backward passes; `print` the report."""
 
     loss: float
     """The loss, unscaled."""
     forward: tuple[OperationRange, ...]
     """The operations of the forward pass in float16, bfloat16 or float8, in order."""
     backward: tuple[OperationRange, ...]
-    """Those of the backward pass at `init_scale`."""
+    """The operations of the backward pass at `init_scale`."""
     overflows_above: float | None
     """The largest power of two at which the backward pass and every parameter's gradient is finite.
 
@@ -71,7 +71,7 @@ class RangeReport(NamedTuple):
     flushed: float
     """The share of the gradient elements that are zero at `init_scale` and not at `overflows_above`."""
     flushed_at_one: float
-    """The same at a scale of 1."""
+    """The share of the gradient elements that are zero at a scale of 1 and not at `overflows_above`."""
 
     @property
     def forward_finite(self) -> bool:
@@ -80,7 +80,7 @@ class RangeReport(NamedTuple):
 
     @property
     def _overflow(self) -> OperationRange | None:
-        return next((each for each in self.forward if each.overflowed), None)
+        return next((record for record in self.forward if record.overflowed), None)
 
     @property
     def init_scale(self) -> float | None:
@@ -133,7 +133,7 @@ class RangeReport(NamedTuple):
         init_scale = power_of(policy.init_scale)
         low = f", min_scale={power_of(policy.min_scale)}" if policy.min_scale < _DEFAULT.min_scale else ""
         advice = f"use DynamicScaling(init_scale={init_scale}{low})"
-        if overflow := self._overflow:  # a finite loss that hides it, as x / inf is zero, trains on wrong values
+        if overflow := self._overflow:  # the loss is finite, since x / inf is zero, but training learns wrong values
             advice = f"keep {overflow.module} in float32 before you choose a scale: float32_plan(model, loss_fn)"
         return [
             f"backward: overflows above a loss scale of {power_of(limit)}, first in {self.overflows_first}",
@@ -169,14 +169,14 @@ def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport
 
 
 class Overflow(NamedTuple):
-    """What overflows first in a pass."""
+    """The first overflow of a pass."""
 
     cause: str
     """The operation, or the gradient of a parameter; of a forward pass the line of its report."""
     places: tuple[str, ...]
-    """Its module, if there is one, and the modules that feed it, the nearest first."""
+    """The module of the operation, if there is one, and the modules that may feed it, the nearest first."""
     kind: str = "forward"
-    """`"forward"`, `"backward"`, or `"error"` if the pass raised one."""
+    """`"forward"`, `"backward"`, or `"error"` if the pass raised an error."""
 
 
 class Passes:
@@ -204,7 +204,7 @@ class Passes:
         self._loss = scaled(_require_loss(loss), 1.0)
         forward = tuple(self._recorder.records)
         self._of_forward = RangeReport(float(self._loss.detach()), forward, (), None, "", 0.0, 0.0)
-        self.leaves = set(_leaves_of(self._loss))
+        self.leaves = _leaves_of(self._loss)
         for leaf in self.leaves - self._names.keys():
             _take_gradient(leaf, undo)
         self.seen: dict[float, tuple[list[OperationRange], list[str]]] = {}
@@ -243,7 +243,7 @@ class Passes:
         return RangeReport(report.loss, report.forward, at_half, above, cause, flushed, at_one)
 
     def overflow(self, loss_scale: float) -> Overflow | None:
-        """Return what overflows first in the forward pass, or else in a backward pass at a scale."""
+        """Return the first overflow of the forward pass, or else of a backward pass at a scale."""
         report = self._of_forward
         if report.forward_finite:
             return self.overflow_at(loss_scale)
@@ -251,7 +251,7 @@ class Passes:
         return Overflow(report._forward_line(), tuple(dict.fromkeys(record.module for record in records)))
 
     def overflow_at(self, loss_scale: float) -> Overflow | None:
-        """Return what overflows first in a backward pass at a scale: an operation, or else a parameter's gradient."""
+        """Return the first overflow of a backward pass at a scale: an operation, or else a parameter's gradient."""
         records, bad = self.at(loss_scale)
         if later := [*itertools.dropwhile(lambda record: not record.overflowed, records)]:
             return Overflow(str(later[0]), tuple(dict.fromkeys(record.module for record in later)), "backward")
@@ -282,9 +282,9 @@ class Passes:
 
 
 class _Recorder(TorchDispatchMode):
-    """Measures the results in low precision, with their modules: in a backward pass the module that made the node.
+    """Measure the results in low precision, and find their modules: in a backward pass the module that made the node.
 
-    autograd numbers its nodes as they are made; the numbers at which a module begins and ends say which nodes it made:
+    autograd numbers its nodes as they are made. The numbers at which a module begins and ends tell its nodes:
     https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.profiler.profile
     """
 
@@ -299,7 +299,7 @@ class _Recorder(TorchDispatchMode):
             undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             leave = functools.partial(self._note, "")
             undo.callback(module.register_forward_hook(leave, always_call=True).remove)
-        # Each thread numbers the nodes that it makes, so that one thread must make and run all of them.
+        # Each thread numbers the nodes that it makes, so one thread must make and run all of them.
         undo.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def _note(self, entered: str, *_: object) -> None:
@@ -324,16 +324,16 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented  # a subclass of Tensor goes first; its inner operations are measured
         name, kwargs = str(func.overloadpacket), kwargs or {}
         computes = not (_COMPUTES_NOTHING.match(name) or func.is_view)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | float)] if computes else []
-        are_finite = computes and bool(all_finite(given))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | float)] if computes else []
+        are_finite = computes and bool(all_finite(inputs))
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result) if computes else ():
             if isinstance(tensor, Tensor) and tensor.dtype in LOW_PRECISION and tensor.numel():
                 values = at_least_float32(values_of(tensor.detach())).abs()
                 finite = torch.isfinite(values)
                 largest, zeros = float(torch.where(finite, values, 0.0).max()), int((values == 0.0).sum())
-                overflowed, size = are_finite and not bool(finite.all()), values.numel()
-                record = OperationRange(name, self._module(), tensor.dtype, largest, overflowed, size, zeros)
+                place, overflowed = self._module(), are_finite and not bool(finite.all())
+                record = OperationRange(name, place, tensor.dtype, largest, overflowed, values.numel(), zeros)
                 self.records.append(record)
         return result
 
@@ -343,16 +343,15 @@ def _take_gradient(param: Tensor, undo: contextlib.ExitStack) -> None:
     param.grad = None
 
 
-def _leaves_of(loss: Tensor) -> list[Tensor]:
+def _leaves_of(loss: Tensor) -> set[Tensor]:
     """Return the leaves that a backward pass would give gradients."""
-    leaves, seen, waiting = [], set(), [loss.grad_fn]
+    seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            waiting += [each for each, _ in node.next_functions]
-            leaves += [node.variable] if hasattr(node, "variable") else []
-    return leaves
+            waiting += [following for following, _ in node.next_functions]
+    return {node.variable for node in seen if hasattr(node, "variable")}
 
 
 def _require_loss(loss: object) -> Tensor:
