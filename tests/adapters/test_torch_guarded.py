@@ -1,4 +1,4 @@
-"""`guarded`: an optimizer's step is taken as a whole or not at all, without a scaler."""
+"""`guarded`: the step of an optimizer is taken as a whole or not at all, without a scaler."""
 
 import copy
 import logging
@@ -62,7 +62,7 @@ IN_BFLOAT16 = [(make, torch.bfloat16) for make in MAKES if make != "fused sgd"]
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize(("make", "dtype"), [*((make, torch.float32) for make in MAKES), *IN_BFLOAT16])
 def test_a_bad_gradient_changes_nothing(make, dtype, max_norm):
-    """Parameters and state are bit for bit those of a run without the bad batches, from the first step on.
+    """Parameters and state equal a run without the bad batches to the bit, from the first step on.
 
     The outcome has the norm before clipping. A schedule that follows it may be made before or after the guard, without
     a warning; torch's hooks run once, and not for a skipped step of an ordinary optimizer.
@@ -92,8 +92,8 @@ def test_a_bad_gradient_changes_nothing(make, dtype, max_norm):
     assert same(*runs)
 
 
-def test_a_closure_runs_once_before_the_gradients_are_judged():
-    """Its result comes back, of a skipped step, too."""
+def test_a_closure_runs_once_before_the_gradients_are_checked():
+    """`step` returns the result of the closure, even if the step is skipped."""
     model = _model()
     optimizer = guarded(torch.optim.Adam(model.parameters(), lr=0.1))
     runs = []
@@ -115,7 +115,7 @@ def test_a_closure_runs_once_before_the_gradients_are_judged():
 @EITHER_KIND
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
 def test_copies_are_guarded(duplicate, fused):
-    """With their memory of norms; hooks run once at each step, too."""
+    """Copies and pickles keep the memory of norms, and run hooks once at each step."""
     model = _model()
     optimizer = guarded(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), guard=SpikeGuard(), max_norm=1.0)
     for number in range(3):
@@ -133,8 +133,8 @@ def test_copies_are_guarded(duplicate, fused):
 
 
 @EITHER_KIND
-def test_the_guard(fused, caplog):
-    """A norm far above those before is a spike, and logged; the memory is in the state dict; a streak raises."""
+def test_the_guard_refuses_spikes(fused, caplog):
+    """A spike is skipped and logged, also by an optimizer that has loaded the memory; a streak of spikes raises."""
     model = _model()
     rule = SpikeGuard(threshold=2.0, warmup=4, max_streak=3)
     optimizer = guarded(torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused), guard=rule)
@@ -155,8 +155,8 @@ def test_the_guard(fused, caplog):
 
 
 @EITHER_KIND
-def test_max_streak(fused):
-    """So many bad steps in a row raise; a good one begins anew."""
+def test_a_streak_of_bad_steps_raises(fused):
+    """`max_streak` bad steps in a row raise an error; a good step starts the count over."""
     model = _model()
     optimizer = guarded(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), max_streak=3)
     for number, bad in enumerate([math.nan, math.nan, None, math.nan, math.nan]):
@@ -173,15 +173,15 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "error", "text"), REFUSED)
 def test_arguments_that_are_refused(settings, error, text):
-    """With value, rule and remedy, and the optimizer stays as it was."""
+    """The message has value, rule and remedy, and the optimizer stays as it was."""
     optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
     with pytest.raises(error, match=text):
         guarded(optimizer, **settings)
     assert type(optimizer) is torch.optim.SGD
 
 
-def test_what_cannot_be_guarded():
-    """An optimizer of several passes, what is not one, a second guard, and a scaler around it."""
+def test_objects_that_cannot_be_guarded():
+    """`guarded` refuses an optimizer of several passes, a model and a guarded optimizer; a scaler refuses the last."""
     model = _model()
     with pytest.raises(TypeError, match="given LBFGS, which computes gradients several times"):
         guarded(torch.optim.LBFGS(model.parameters()))
@@ -201,7 +201,7 @@ def test_what_cannot_be_guarded():
 
 @pytest.mark.parametrize(("fused", "reads"), [(False, 1), (True, 0)], ids=["plain", "fused"])
 def test_a_fused_optimizer_is_not_read(fused, reads):
-    """The flag and the clip factor stay on the device, and the outcome there; names are read at the first bad step."""
+    """Flag, clip factor and outcome stay on the device. The first bad step of an ordinary optimizer is read once more."""
     with Emulated("mps") as device:
         param = nn.Parameter(torch.ones(4, device="mps"))
         optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
@@ -216,7 +216,7 @@ def test_a_fused_optimizer_is_not_read(fused, reads):
             assert not hasattr(optimizer, "found_inf")
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- the log ----------------------------------------------------------------------------------------------------------
 
 
 def _bad_steps(optimizer, params, count, bad=float("nan")):
@@ -239,11 +239,11 @@ NAMED = {
 
 
 @EITHER_KIND
-@pytest.mark.parametrize(("how", "names"), NAMED.values(), ids=NAMED)
-def test_the_first_skipped_step_is_logged_with_its_parameters(how, names, fused, caplog):
-    """Once, with the last that is not finite; then the watch says how many. In bfloat16 as in any dtype."""
+@pytest.mark.parametrize(("arguments_of", "names"), NAMED.values(), ids=NAMED)
+def test_the_first_skipped_step_is_logged_with_its_parameters(arguments_of, names, fused, caplog):
+    """A line names the last gradient that is not finite; later the watch logs how many steps were skipped."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))).to(torch.bfloat16)
-    parameters, named = how(model)
+    parameters, named = arguments_of(model)
     optimizer = guarded(torch.optim.AdamW(parameters, lr=1e-3, fused=fused), names=named)
     _bad_steps(optimizer, [*model.parameters()], 40)
     (first, text), (second, often) = _lines(caplog)
@@ -255,7 +255,7 @@ def test_the_first_skipped_step_is_logged_with_its_parameters(how, names, fused,
 
 @EITHER_KIND
 def test_a_bad_step_can_end_the_run(fused):
-    """Before anything has changed, with the names; the run can go on if the error is caught."""
+    """The error has the names and comes before anything has changed; the run can continue if the error is caught."""
     model = _model()
     optimizer = guarded(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), names=model, on_bad="raise")
     _bad_steps(optimizer, [*model.parameters()], 1)
@@ -272,7 +272,7 @@ def test_a_bad_step_can_end_the_run(fused):
 
 
 def test_a_bad_step_on_a_device_ends_the_run_there():
-    """By an assertion that the host does not wait for."""
+    """An assertion on the device ends the run; the host does not wait for it."""
     with Emulated("mps"):
         param, optimizer = one(fused=True, device="mps")
         guarded(optimizer, on_bad="raise")
@@ -284,8 +284,8 @@ def test_a_bad_step_on_a_device_ends_the_run_there():
             optimizer.step()
 
 
-def test_the_streak_is_not_read_while_code_is_recorded():
-    """A step with `max_streak` can be traced."""
+def test_a_step_with_max_streak_can_be_recorded():
+    """The streak is not read while code is recorded."""
     param, optimizer = one(fused=True)
     guarded(optimizer, max_streak=1)
     param.grad = torch.ones(1)
@@ -295,7 +295,7 @@ def test_the_streak_is_not_read_while_code_is_recorded():
 
 
 def test_a_step_on_a_device_is_logged_late(caplog, monkeypatch):
-    """When the copy of the counts has arrived, without a read; then as often as the watch looks."""
+    """The line comes when a copy of the counts has arrived, without a read; later lines as often as the watch looks."""
     monkeypatch.setattr(_watch, "LateCopy", EmulatedCopy)
     with Emulated("mps"):
         param, optimizer = one(fused=True, device="mps")
@@ -312,7 +312,7 @@ def test_a_step_on_a_device_is_logged_late(caplog, monkeypatch):
     assert "the last 30 steps in a row overflowed" in often
 
 
-def _one_rank_speaks(rank, world_size):
+def _one_rank_logs(rank, world_size):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -328,12 +328,12 @@ def _one_rank_speaks(rank, world_size):
     assert lines == ([expected] if rank == 0 else [])
 
 
-def test_one_rank_speaks():
-    """The first, also where the gradients of another are bad."""
-    _on_ranks(2, _one_rank_speaks)
+def test_one_rank_logs():
+    """The first rank logs a skipped step, even if only the gradients of another rank are bad."""
+    _on_ranks(2, _one_rank_logs)
 
 
-# -- what people write by hand -----------------------------------------------------------------------------------------
+# -- checks by hand -----------------------------------------------------------------------------------------
 
 
 def _rows():
