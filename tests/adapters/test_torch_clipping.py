@@ -21,10 +21,10 @@ def _params(*grads):
 
 
 def _clipped(make, grads, max_norm, norm_type=2.0, init_scale=2.0**10):
-    """Return the norm, the parameters after a step of size 1, and the scaler; several optimizers have one norm."""
+    """Return the norm, the parameters after a step of size 1, and the scaler; several optimizers share a norm."""
     params = _params(*(grad * init_scale for grad in grads))
     makes = make if isinstance(make, tuple) else (make,)
-    optimizers = [each(params[number :: len(makes)]) for number, each in enumerate(makes)]
+    optimizers = [make(params[number :: len(makes)]) for number, make in enumerate(makes)]
     scaler = ready(init_scale=init_scale)
     norm = scaler.unscale_and_clip_(optimizers if len(makes) > 1 else optimizers[0], max_norm, norm_type)
     for optimizer in optimizers:
@@ -46,9 +46,9 @@ JOINT = {f"{first} and {second}": (SGD[first], SGD[second]) for first in SGD for
 @pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_agrees_with_torch(make, norm_type, max_norm, dtype):
-    """Norm and parameters are those of `unscale_` and `clip_grad_norm_`, to 1e-5 (bfloat16: to its own precision).
+    """Norm and parameters agree with `unscale_` and `clip_grad_norm_` to 1e-5, in bfloat16 to its precision.
 
-    Several optimizers are clipped by the norm of all.
+    Several optimizers are clipped by the norm of all their gradients.
     """
     if dtype in (torch.bfloat16, torch.complex64):  # torch's fused SGD leaves bfloat16 parameters as they are on a CPU
         make = (SGD["foreach"],) * (2 if isinstance(make, tuple) else 1)
@@ -68,9 +68,9 @@ def test_agrees_with_torch(make, norm_type, max_norm, dtype):
 @pytest.mark.parametrize("bad", [INF, float("-inf"), float("nan")])
 @pytest.mark.parametrize("norm_type", [0.5, 2.0, 8.0, INF])
 def test_an_overflow_skips(make, bad, norm_type):
-    """All parameters stay, also those of another optimizer in the clip, and the scale backs off.
+    """All parameters stay, even in another optimizer of the same clip, and the scale backs off.
 
-    float64 may not hold powers of the order 8.
+    float64 may not hold powers of order 8.
     """
     norm, params, scaler = _clipped(make, [torch.ones(5), torch.tensor([1.0, bad])], 1.0, norm_type)
     assert not torch.isfinite(norm)
@@ -89,9 +89,9 @@ EXTREMES = [
 @EACH
 @pytest.mark.parametrize(("size", "count", "order", "init_scale"), EXTREMES)
 def test_powers_that_leave_their_dtype(make, size, count, order, init_scale):
-    """They are no overflow and no zero: the norm is exact, at a scale below 1, too.
+    """Powers beyond the dtype are neither an overflow nor a zero: the norm is exact, also at a scale below 1.
 
-    The step is clipped by it, or to 0 where the powers leave float64, too.
+    The gradients are clipped by this norm, or to 0 if the powers leave float64, too.
     """
     dtype = torch.float64 if size > 1e38 else torch.float32
     grads = [torch.full((4,), size, dtype=dtype), torch.full((count,), size, dtype=dtype)]
@@ -106,7 +106,7 @@ def test_powers_that_leave_their_dtype(make, size, count, order, init_scale):
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30, INF, float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_norm_that_no_host_reads(norm_type, size, dtype):
-    """In a recorded graph it is exact, and finite exactly where the gradients are, without a second look."""
+    """In a recorded graph the norm is exact, and finite if and only if the gradients are finite."""
     grads = [torch.full((3,), size).to(dtype), torch.ones(5, dtype=dtype), torch.ones(0, dtype=dtype)]
     for loss_scale in (1.0, 2.0**-2):
         optimizer = torch.optim.SGD(_params(*grads), lr=1.0)
@@ -124,9 +124,9 @@ def test_the_norm_that_no_host_reads(norm_type, size, dtype):
     "max_norm", [0.5, 100.0, 1, torch.tensor(0.5), torch.tensor([0.5]), np.float64(0.5), np.array(0.5)], ids=repr
 )
 def test_in_place_means_in_place(make, max_norm):
-    """After the call `.grad` is unscaled and clipped, for code that clips by value, adds noise or logs it.
+    """After the call `.grad` is unscaled and clipped, so that other code can clip it by value, add noise or log it.
 
-    The norm may be an array of one number, as a step from a config or a schedule may have it.
+    `max_norm` may be an array of one number, as from a config or a schedule.
     """
     params = _params(torch.full((4,), 1024.0))
     optimizer = make(params)
@@ -146,7 +146,7 @@ def test_in_place_means_in_place(make, max_norm):
 @pytest.mark.parametrize("max_norm", [0.5, 1e6, INF])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_clip_and_check_agrees_with_torch(dtype, max_norm, bad):
-    """The norm and the gradients are those of `clip_grad_norm_` in float64; gradients that are not finite stay."""
+    """Norm and gradients agree with `clip_grad_norm_` in float64; gradients that are not finite stay unchanged."""
     torch.manual_seed(0)
     grads = [torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else None) for shape in ((3, 5), (), (0,))]
     params = _params(*(grad.to(dtype) for grad in grads))
@@ -186,4 +186,4 @@ def test_clip_and_check_never_waits(value, dtype):
         assert param.grad.tolist() == pytest.approx([0.5 if math.isfinite(value) else INF] * 4)
     param = torch.nn.Parameter(torch.ones(4, device="meta", dtype=dtype))
     param.grad = torch.ones_like(param)
-    assert [each.device.type for each in clip_and_check_([param], 1.0)] == ["meta", "meta"]
+    assert [result.device.type for result in clip_and_check_([param], 1.0)] == ["meta", "meta"]

@@ -201,7 +201,7 @@ def test_objects_that_cannot_be_guarded():
 
 @pytest.mark.parametrize(("fused", "reads"), [(False, 1), (True, 0)], ids=["plain", "fused"])
 def test_a_fused_optimizer_is_not_read(fused, reads):
-    """Flag, clip factor and outcome stay on the device. The first bad step of an ordinary optimizer is read once more."""
+    """Flag, clip factor and outcome stay on the device. An ordinary optimizer's first bad step is read once more."""
     with Emulated("mps") as device:
         param = nn.Parameter(torch.ones(4, device="mps"))
         optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)

@@ -1,4 +1,4 @@
-"""The norm of gradients however they lie on device meshes, and the collectives of each rank: on four gloo processes."""
+"""One norm for gradients on any device meshes, and the collectives of each rank, in four gloo processes."""
 
 from functools import partial
 from itertools import product
@@ -22,7 +22,8 @@ from tests.torch_versions import HAS_FSDP2_ON_CPU
 
 INF, NAN = float("inf"), float("nan")
 SCALE, MAX_NORM = 8.0, 0.5
-FOUND = []
+RESULTS = []
+"""The norms, outcomes and states of this rank."""
 ORDERS = (2.0, INF, 3.0)
 COLLECTIVES = {
     **{"fsdp": 1, "beside plain tensors": 1, "hsdp": 2, "tensor parallel": 2},
@@ -40,7 +41,7 @@ class _FusedSGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Subtract the gradients where the flag is down."""
+        """Subtract the gradients if the flag is 0.0."""
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 grad = _local(param.grad)
@@ -49,14 +50,14 @@ class _FusedSGD(torch.optim.SGD):
 
 
 class _HookedScaler(GradScaler):
-    """A scaler with an unscaling of its own, as frameworks have it."""
+    """A scaler that overrides how gradients are unscaled, as frameworks do."""
 
     def _unscale_grads_(self, *args, **kwargs):
         return super()._unscale_grads_(*args, **kwargs)
 
 
 def _layouts():
-    """Return what makes the parameters of each layout: shapes, and where they lie; a shard may be empty."""
+    """Return a function for each layout that makes its parameters, some of them with an empty shard; and the meshes."""
     all_ranks, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     sharded = [((5, 3), all_ranks, [BY_ROW]), ((1,), all_ranks, [BY_ROW])]
     experts = [*sharded, ((4, 6), grid, [BY_ROW, BY_COLUMN]), ((8, 3), grid, [BY_ROW, BY_ROW])]
@@ -76,14 +77,14 @@ def _layouts():
 
 
 def _params(specs, by=1.0, culprit=None, lacks=()):
-    """Return parameters with gradients multiplied by the loss scale; some may be missing, or not finite on one rank."""
+    """Return parameters with scaled gradients; gradients may be missing, or not finite on one rank."""
     torch.manual_seed(0)
     params = []
     for shape, mesh, placements, *dtype in specs:
         param, grad = torch.ones(shape, dtype=dtype[0] if dtype else None), torch.randn(shape) * SCALE * by
         grad = grad.to(param.dtype)
         if mesh is not None:
-            param, grad = (_distributed(each, mesh, placements) for each in (param, grad))
+            param, grad = (_distributed(tensor, mesh, placements) for tensor in (param, grad))
         params.append(nn.Parameter(param))
         params[-1].grad = None if len(params) - 1 in lacks else grad
     if dist.get_rank() == culprit:
@@ -92,7 +93,7 @@ def _params(specs, by=1.0, culprit=None, lacks=()):
 
 
 def _with_grad(grad):
-    """Return a parameter of ones with a gradient; one of summands belongs to a parameter of which each rank has all."""
+    """Return a parameter of ones with a gradient; every rank has a whole parameter for a gradient of partial sums."""
     ones = torch.ones(grad.shape, dtype=grad.dtype)
     if isinstance(grad, DTensor):
         ones = _distributed(ones, grad.device_mesh, [COPIED] * grad.device_mesh.ndim)
@@ -124,15 +125,16 @@ def _exact(grads, order):
 
 
 def _step(params, order=2.0, fused=False, is_joint=False, make_scaler=GradScaler, **settings):
-    """Clip and step; return the norm and whether it was applied, alike on all ranks.
+    """Clip and step; return the norm, and whether the step was applied.
 
-    An applied step has moved each parameter by its share; a skipped one has changed nothing, gradients neither.
+    An applied step has moved each parameter by its gradient. A skipped step has changed no parameter and no gradient.
     """
     make = _FusedSGD if fused else torch.optim.SGD
     optimizers = [make([param], lr=1.0) for param in params] if is_joint else [make(params, lr=1.0)]
     scaler = make_scaler("cpu", init_scale=SCALE, **settings)
     having = [param for param in params if param.grad is not None]
-    before, grads = ([_local(each).clone() for each in some] for some in (having, [p.grad for p in having]))
+    before = [_local(param).clone() for param in having]
+    grads = [_local(param.grad).clone() for param in having]
     scaler.scale(torch.ones(()))
     norm = scaler.unscale_and_clip_(optimizers if is_joint else optimizers[0], MAX_NORM, order)
     for optimizer in optimizers:
@@ -141,20 +143,20 @@ def _step(params, order=2.0, fused=False, is_joint=False, make_scaler=GradScaler
     assert type(norm) is torch.Tensor
     factor = min(1.0, MAX_NORM / (norm.item() + 1e-6)) / SCALE if applied else 0.0
     for param, was, grad in zip(having, before, grads, strict=True):
-        moved = was - _local(param)
-        torch.testing.assert_close(moved, factor * grad if applied else moved * 0.0, rtol=1e-4, atol=1e-6)
+        change = was - _local(param)
+        torch.testing.assert_close(change, factor * grad if applied else change * 0.0, rtol=1e-4, atol=1e-6)
         if not applied and make_scaler is GradScaler:
             torch.testing.assert_close(_local(param.grad), grad, rtol=0.0, atol=0.0, equal_nan=True)
-    FOUND.append(repr((norm.item(), applied, scaler.state_dict())))
+    RESULTS.append(repr((norm.item(), applied, scaler.state_dict())))
     return norm.item(), applied
 
 
 def _require_same_on_ranks():
     """Require that the steps before had the same norms, outcomes and states on all ranks, to the bit."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, FOUND)
-    assert all(each == everyone[0] for each in everyone)
-    FOUND.clear()
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, RESULTS)
+    assert all(results == of_ranks[0] for results in of_ranks)
+    RESULTS.clear()
 
 
 # --- the norm
@@ -193,16 +195,16 @@ def _use_elsewhere(layouts):
         for call in ("unscale_", "step"):
             scaler, optimizer = GradScaler("cpu", init_scale=SCALE, guard=SpikeGuard()), make_optimizer(make(), lr=0.0)
             scaler.scale(torch.ones(()))
-            for each in dict.fromkeys([call, "step"]):
-                getattr(scaler, each)(optimizer)
+            for name_of_call in dict.fromkeys([call, "step"]):
+                getattr(scaler, name_of_call)(optimizer)
             assert scaler.update().applied
             assert scaler.state_dict()["guard"]["mean"] == exact
         params = make()
         guarded(make_optimizer(params, lr=1.0), max_norm=MAX_NORM).step()
-        moved = [(1.0 - _whole(param)) * SCALE for param in params]
-        assert _exact(moved, 2.0) == pytest.approx(MAX_NORM, rel=1e-4)
+        changes = [(1.0 - _whole(param)) * SCALE for param in params]
+        assert _exact(changes, 2.0) == pytest.approx(MAX_NORM, rel=1e-4)
         params = make()
-        assert [each.item() for each in clip_and_check_(params, MAX_NORM)] == [
+        assert [result.item() for result in clip_and_check_(params, MAX_NORM)] == [
             pytest.approx(exact.expected * SCALE),
             True,
         ]
@@ -230,7 +232,7 @@ def _reduce_partial_sums(grid):
             norm = scaler.unscale_and_clip_(optimizer, 1e3, call)
             assert size > SCALE or norm.item() == pytest.approx(summed * 4 ** (1 / call), rel=1e-6)
         scaler.step(optimizer)
-        applied = bool(scaler.update().applied)  # each summand is finite; the sum of large ones is not
+        applied = bool(scaler.update().applied)  # large summands are finite, and their sum is not
         assert applied == (size == SCALE) != torch.equal(_local(param), torch.ones(4))
         assert not applied or optimizer.state[param]["exp_avg"].to_local().tolist() == [summed] * 4
 
@@ -245,7 +247,7 @@ def _leave_gradients_after_an_error(make):
         params, reduce = make(), dist.all_reduce
         before = [_local(param.grad).clone() for param in params]
         scaler = ready(init_scale=SCALE, **settings)
-        optimizers = [torch.optim.SGD(each, lr=1.0) for each in (params, more) if each]
+        optimizers = [torch.optim.SGD(group, lr=1.0) for group in (params, more) if group]
         dist.all_reduce = _break
         with pytest.raises(error):
             scaler.unscale_and_clip_(optimizers, MAX_NORM)
@@ -258,7 +260,7 @@ def _break(*_, **__):
 
 
 def _join_stages(rank, grid):
-    """Clip two stages of a pipeline, each of them sharded, by the norm of both; and four stages without meshes."""
+    """Clip two sharded stages of a pipeline by the norm of both, and four stages without meshes."""
     pairs = [((5 + rank // 2, 3), grid["b"], [BY_ROW]), *[((1,), grid["b"], [BY_ROW])] * (rank // 2)]
     stages = {grid.get_group("a"): pairs, dist.group.WORLD: [((2 + rank,), None, None)]}
     for (group, specs), order, by, fused in product(stages.items(), ORDERS, (1.0, 1e30), (False, True)):
@@ -304,7 +306,7 @@ def _wrap_modules(all_ranks, grid):
 
 
 def test_one_norm_for_every_layout():
-    """It is that of the gathered gradients and of one process, with the decision of all ranks, in any order."""
+    """A single process with the gathered gradients has the same norm and decision, for every order."""
     _on_ranks(4, _compare)
 
 
@@ -353,7 +355,7 @@ def _record(rank, world_size):
         **{"guarded, group": partial(_take_guarded, process_group=dist.group.WORLD)},
         **{"clip_and_check_": _clip_and_check, "checked": partial(_clip_and_check, process_group=dist.group.WORLD)},
     }
-    lacking = [  # the gradients that are missing on each rank, and the rank with one that is not finite
+    lacking = [  # the missing gradients of each rank, and the rank with a gradient that is not finite
         (((), (), (), ()), 2),
         (((), range(9), (), ()), 2),
         (((), (0,), (0, 1), ()), None),
@@ -369,14 +371,14 @@ def _record(rank, world_size):
         everyone.append(((name, lacks, kind, fused), [*calls]))
     of_ranks = [None] * world_size
     dist.all_gather_object(of_ranks, everyone)
-    for (case, *_), *lists in zip(of_ranks[0], *([calls for _, calls in each] for each in of_ranks), strict=True):
+    for (case, *_), *lists in zip(of_ranks[0], *([calls for _, calls in steps] for steps in of_ranks), strict=True):
         groups = {group for calls in lists for group, *_ in calls}
         assert groups, case
         for group in groups:
             of_members = [[call for call in lists[member] if call[0] == group] for member in group]
-            assert all(each == of_members[0] for each in of_members), (case, group, of_members)
+            assert all(calls == of_members[0] for calls in of_members), (case, group, of_members)
 
 
 def test_the_members_of_each_group_make_the_same_calls():
-    """Whichever gradients a rank has, or lacks, and whatever they are, in each kind of step."""
+    """The collectives do not depend on the gradients that a rank has, for every kind of step."""
     _on_ranks(4, _record)
