@@ -143,7 +143,7 @@ def guarded(
     result: Any = optimizer
     if "guarded_steps" in (group := _first_group(result)):  # from a checkpoint that was loaded before this call
         scaler.load(group)
-    scaler.save(group)
+    group.update(scaler.numbers())
     vars(result).pop("step", None)  # a scheduler has set it to notice calls; our `step` tells the scheduler
     result._lossscale, result.__class__ = scaler, _guarded_class(result.__class__)
     return result
@@ -201,11 +201,12 @@ class _Step(GradScaler):
     """The step of a guarded optimizer: the step of a scaler with a scale of 1."""
 
     max_norm: float
+    _watch: "GuardedWatch"
 
     def take(self, optimizer: torch.optim.Optimizer, inner: dict[str, Any]) -> None:
         """Take a step or skip it, and set `last_step`. `inner` are the arguments of the optimizer's own `step`."""
         self.last_step = _NOT_APPLIED
-        before = self.state_dict() if _may_be_dummy(optimizer) else None
+        before = self.numbers() if _may_be_dummy(optimizer) else None
         try:
             self._abandon()  # what an interrupted step has left
             # The device of a parameter, even if it has no gradient: ranks must combine flags on devices of one type.
@@ -214,22 +215,23 @@ class _Step(GradScaler):
             self.step(optimizer, _inner=inner)
             self.last_step = self.update()._replace(norm=norm)  # type: ignore[misc]
             if before is not None and norm == 0.0:
-                self.load_state_dict(before)
+                self.load(before)
                 self.last_step = _NOT_APPLIED
         finally:
             self._abandon()
 
-    def save(self, group: dict[str, Any]) -> None:
-        """Write the counts and the guard's memory into a parameter group. Synchronises if they are on a device."""
+    def numbers(self) -> dict[str, Any]:
+        """Return the counts and the guard's memory for a parameter group. Synchronises if they are on a device."""
         entries = self.state_dict()
-        entries |= entries.get("guard", {})
-        group.update({f"guarded_{name}": entries[name] for name in _NUMBERS if name in entries})
+        entries |= {"calls": self._watch.steps, **entries.get("guard", {})}
+        return {f"guarded_{name}": entries[name] for name in _NUMBERS if name in entries}
 
     def load(self, group: Mapping[str, Any]) -> None:
         """Continue from the numbers in a parameter group; without them the counts and the guard start over."""
         numbers = {name: group[f"guarded_{name}"] for name in _NUMBERS if f"guarded_{name}" in group}
         guard = {"guard": numbers} if "mean" in numbers else {}
         self.load_state_dict({**state_to_dict(self.policy.init_state(), self.policy), **numbers, **guard})
+        self._watch.steps = int(numbers.get("calls", 0))
 
     def __getstate__(self) -> dict[str, Any]:
         if self._ranks.process_group is not None or self._ranks.norm_group is not None:
@@ -250,15 +252,6 @@ class GuardedWatch(Watch):
     def __init__(self, names: list[str], in_order: list[str], raises: bool, max_streak: int | None) -> None:
         super().__init__()
         self.names, self.in_order, self.raises, self.max_streak = names, in_order, raises, max_streak
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of calls of `step`."""
-        return {"calls": self.steps}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue to count the calls of `step`."""
-        super().load_state_dict(state_dict)
-        self.steps = int(state_dict.get("calls", 0))
 
     def after_update(self, scaler: GradScaler, info: StepInfo) -> None:
         """Log a skipped step, or raise `OverflowStreakError`. Reads the gradients if the host knows the outcome."""
@@ -370,19 +363,19 @@ def _guarded_class(kind: Any) -> Any:
 
         def state_dict(self) -> dict[str, Any]:
             """Return the optimizer's entries; the first parameter group has the guard's numbers."""
-            self._lossscale.save(_first_group(self))
+            _first_group(self).update(self._lossscale.numbers())
             return super().state_dict()
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """Continue with the optimizer's entries, and with the guard's numbers if there are any."""
-            before = self._lossscale.state_dict()
-            self._lossscale.load(next(iter(state_dict.get("param_groups", ())), {}))
+            before = self._lossscale.numbers()
             try:
+                self._lossscale.load(next(iter(state_dict.get("param_groups", ())), {}))
                 super().load_state_dict(state_dict)
             except BaseException:
-                self._lossscale.load_state_dict(before)
+                self._lossscale.load(before)
                 raise
-            self._lossscale.save(_first_group(self))  # a flat checkpoint is read by the names in the group
+            _first_group(self).update(self._lossscale.numbers())  # a flat checkpoint is read by the names in the group
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _new_guarded, (kind,), {**super().__getstate__(), "_lossscale": self._lossscale}
