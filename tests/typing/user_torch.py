@@ -57,6 +57,7 @@ def retry(scaler: GradScaler, model: torch.nn.Module) -> None:
         if attempt.info:
             assert_type(attempt.info.applied, bool | Tensor)
         assert_type(attempt.scales, list[float])
+    assert_type(scaler.last_step.applied, bool | Tensor)  # after the loop, as on the page of retries
 
 
 def train_without_scaling(model: torch.nn.Module) -> None:
