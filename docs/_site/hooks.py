@@ -27,10 +27,9 @@ BOOSTS = {
     "do-i-need-this.md": 6,
     "works-with.md": 4,
     "losses-inside-the-graph.md": 4,
-    "reference/adapters.md": 0.5,
 }
-"""Factors by which the search prefers a page to the others."""
-SEARCH_WORDS = {"retries.md": ["retry"]}
+"""Factors by which the search prefers a page to the others; pages of the reference have 0.5."""
+SEARCH_WORDS = {"retries.md": ["retry"], "spike-guard.md": ["guard"]}
 """Words for which the search shows a page first, although its title contains another form of the word."""
 
 _ELSEWHERE = r"""[^>]*?\b(?:src|href)=["']?(?:https?:)?//"""
@@ -83,8 +82,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links to pages of the site, move anchors into the headings below them, and mark up examples at a prompt."""
     place = page.file.src_uri
-    if place in BOOSTS:
-        page.meta["search"] = {"boost": BOOSTS[place]}
+    page.meta["search"] = {"boost": BOOSTS.get(place, 0.5 if place.startswith("reference/") else 1)}
     if place in SEARCH_WORDS:
         page.meta["tags"] = SEARCH_WORDS[place]  # the search looks at tags first; the pages do not show them
     if place == "index.md":
