@@ -102,18 +102,24 @@ def numbers_of(state: Any, call: str) -> ScaleState[Any]:
 
 
 class _Facts(NamedTuple):
-    """The facts about a run that choose its verdict."""
+    """The facts about a run that decide its verdict and its remedy."""
 
     start: float
     """The first loss scale of the policy."""
     low: float
     """The smallest loss scale of the policy."""
     is_at_min: bool
+    """Whether the loss scale cannot become smaller."""
     is_start_over: bool
+    """Whether the loss scale has come down from its start, so that overflows are not normal any more."""
     has_fallen: bool
+    """Whether the loss scale is far below 1, where finite losses hardly ever overflow."""
     has_grown: bool
+    """Whether the loss scale was probably raised during the run, so that some overflows are tries of a larger scale."""
     skips_too_often: bool
+    """Whether more steps were skipped than at the start and after growth is normal."""
     can_grow: bool
+    """Whether the loss scale has reached `max_scale` and would grow further."""
 
 
 def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any] | None) -> tuple[str, str]:
@@ -196,7 +202,7 @@ def _facts_of(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any
 
 
 def _hint(policy: BaseScaling, state: ScaleState[Any], facts: _Facts) -> str:
-    """Return the sentence that says what to do about overflows."""
+    """Return a sentence with the remedy for overflows."""
     if policy.is_constant() and state.loss_scale > 1.0:
         scale = format_number(state.loss_scale)
         return f"A scale of {scale} is too large for these gradients: lower it, or use DynamicScaling."
