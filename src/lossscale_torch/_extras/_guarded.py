@@ -398,9 +398,10 @@ def _may_be_dummy(optimizer: torch.optim.Optimizer) -> bool:
 
     Its gradients and rates are zero, and it does not count: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/state_dict.py
     """
+    if getattr(optimizer, "state", None) or is_capturing():
+        return False
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    are_zero = bool(rates) and all(getattr(rate, "is_cpu", True) and rate == 0.0 for rate in rates)
-    return are_zero and not getattr(optimizer, "state", None) and not is_capturing()
+    return bool(rates) and all(getattr(rate, "is_cpu", True) and rate == 0.0 for rate in rates)
 
 
 def _reason_to_refuse(optimizer: torch.optim.Optimizer) -> str:
