@@ -59,9 +59,12 @@ def test_each_optimizer_has_its_own_norms(kind):
 
 @pytest.mark.parametrize("value", [1.0, True, 1, torch.tensor([1.0]), torch.tensor(True), torch.tensor(math.nan)])
 def test_a_veto_is_any_nonzero_number(value):
-    """A hook vetoes a step by a number other than zero; another type is an error that names the hook."""
+    """A hook vetoes a step by a number other than zero, and a hook of the same name does not take the veto back.
+
+    Another type is an error that names the hook.
+    """
     veto = Veto(value=value)
-    params, optimizers, scaler = _setup("ordinary", hooks=[veto])
+    params, optimizers, scaler = _setup("ordinary", hooks=[veto, Veto(value=torch.zeros(()))])
     assert not take_steps(params, optimizers, scaler, 1.0, 1.0).applied
     for veto.value in (None, False, torch.zeros_like(torch.as_tensor(value))):
         assert take_steps(params, optimizers, scaler, 1.0, 1.0).applied
