@@ -289,8 +289,9 @@ class _Search:
         while place and place not in self._called:
             place = place.rpartition(".")[0]
         feeders = [name for name in outside if name in self._called and name != place and _is_in(name, place or name)]
-        trials = 0 if _CAST_BY_AUTOCAST.search(overflow.cause) else _MAX_TRIALS[overflow.kind]
-        for feeder in feeders[:trials]:
+        # A module in float32 casts its inputs itself, so that the modules that feed it cannot help.
+        cannot_help = _CAST_BY_AUTOCAST.search(overflow.cause) or (overflow.kind == "forward" and first not in outside)
+        for feeder in () if cannot_help else feeders[: _MAX_TRIALS[overflow.kind]]:
             try:
                 after = self.overflow([*names, feeder])
             except ValueError:  # it has parameters in half precision
