@@ -1,12 +1,12 @@
-"""What `lossscale_keras` costs against Keras's own wrapper, on each backend: ratios of interleaved medians.
+"""The time of a step with `lossscale_keras`, relative to Keras's own wrapper, on each backend.
 
-    python benchmarks/bench_keras.py                                      measure and print
-    python benchmarks/bench_keras.py --quick                              a smoke test, with small variables
-    python benchmarks/bench_keras.py --output-folder benchmarks  keep the table
+    python benchmarks/bench_keras.py                             measure and print
+    python benchmarks/bench_keras.py --quick                     a smoke test, with small variables
+    python benchmarks/bench_keras.py --output-folder benchmarks  write the table to a file
 
-A step is that of the optimizer, from given gradients on: Adam on float32 variables, as `fit` takes it by default on the
-backend. Each backend has a process of its own. Exits with status 1 where a bar is missed by more than the noise
-allowed.
+A number is a ratio of two medians; the runs of both wrappers alternate. The time is the time of the optimizer's step
+after the backward pass: Adam on float32 variables, as in `fit` on this backend. Each backend runs in its own process.
+The status is 1 if a ratio exceeds its bar by more than the allowed noise.
 """
 
 import os
@@ -40,7 +40,7 @@ def step_of(optimizer: Any, shapes: list[tuple[int, ...]]) -> Callable[[], Any]:
     import jax
 
     jitted = jax.jit(optimizer.stateless_apply, donate_argnums=(0, 2))
-    values = [[each.value for each in variables], [each.value for each in optimizer.variables]]
+    values = [[variable.value for variable in owner] for owner in (variables, optimizer.variables)]
 
     def step() -> None:
         values[:] = jax.block_until_ready(jitted(values[1], grads, values[0]))
@@ -49,7 +49,7 @@ def step_of(optimizer: Any, shapes: list[tuple[int, ...]]) -> Callable[[], Any]:
 
 
 def rows_of(backend: str, quick: bool) -> list[Row]:
-    """Return the rows of one backend; a process can have only one."""
+    """Return the rows of one backend. A process can have only one backend."""
     os.environ["KERAS_BACKEND"] = backend
     import keras
 
@@ -65,7 +65,8 @@ def rows_of(backend: str, quick: bool) -> list[Row]:
     rows, shapes = [], [(64, 64)] if quick else [(1000, 1000)] * 4
     for work, (clipnorm, settings) in works.items():
         ours = LossScaleOptimizer(keras.optimizers.Adam(global_clipnorm=clipnorm), **settings)
-        steps = [step_of(each, shapes) for each in (ours, theirs(keras.optimizers.Adam(global_clipnorm=clipnorm)))]
+        optimizers = ours, theirs(keras.optimizers.Adam(global_clipnorm=clipnorm))
+        steps = [step_of(optimizer, shapes) for optimizer in optimizers]
         for step in steps:
             step()
         ours_s, theirs_s = interleaved(steps, 3 if quick else 60)
@@ -83,7 +84,7 @@ if __name__ == "__main__":
     packages = {"Keras": "keras", "JAX": "jax", "PyTorch": "torch", "TensorFlow": "tensorflow-cpu"}
     versions = ", ".join(f"{name} {version(package)}" for name, package in packages.items())
     notes = (
-        "A number is the time of the optimizer's step, for four million weights, as a multiple of the same step with "
-        "`keras.optimizers.LossScaleOptimizer` in the place of `lossscale_keras.LossScaleOptimizer`."
+        "A number is the time of the optimizer's step for four million weights, divided by the time of the same step "
+        "with `keras.optimizers.LossScaleOptimizer` instead of `lossscale_keras.LossScaleOptimizer`."
     )
     sys.exit(run("keras", "What loss scaling costs in Keras", measure, versions, __doc__ or "", notes))

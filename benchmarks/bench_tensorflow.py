@@ -1,12 +1,12 @@
-"""What loss scaling costs in TensorFlow, against Keras 3, tf_keras and tf.compat.v1: ratios of interleaved medians.
+"""The time of a step in TensorFlow, relative to the wrappers of Keras 3, tf_keras and tf.compat.v1.
 
-    python benchmarks/bench_tensorflow.py                                      measure and print
-    python benchmarks/bench_tensorflow.py --quick                              a smoke test
-    python benchmarks/bench_tensorflow.py --output-folder benchmarks  keep the table
+    python benchmarks/bench_tensorflow.py                             measure and print
+    python benchmarks/bench_tensorflow.py --quick                     a smoke test
+    python benchmarks/bench_tensorflow.py --output-folder benchmarks  write the table to a file
 
-A step is what follows the backward pass: a loss that hands out scaled gradients of ResNet-50's 161 parameters, and
-Adam. Runs on TensorFlow's default device. Exits with status 1 where a bar is missed on the CPU by more than the noise
-allowed.
+A number is a ratio of two medians; the runs of both wrappers alternate. The backward pass takes no
+time: the loss has fixed gradients for the 161 parameters of ResNet-50. The optimizer is Adam. The benchmark runs on
+TensorFlow's default device. The status is 1 if a ratio on the CPU exceeds its bar by more than the allowed noise.
 """
 
 import os
@@ -34,7 +34,7 @@ Step = Callable[[], Any]
 
 
 def shapes(quick: bool) -> list[tuple[int, ...]]:
-    """Return the shapes of ResNet-50's parameters; for a smoke test, of the first few."""
+    """Return the shapes of ResNet-50's parameters; for a smoke test only the first 12."""
     return resnet50_shapes()[:12] if quick else resnet50_shapes()
 
 
@@ -62,7 +62,7 @@ def backward(parameters: Parameters, scale: Callable[[Any], Any]) -> Any:
 
 
 def keras_step(parameters: Parameters, optimizer: Any, clip: float | None = None) -> Step:
-    """Return a step of Keras 3 as `fit` takes it."""
+    """Return a step of Keras 3, as in `fit`."""
     optimizer.build(parameters.variables)
 
     def step() -> None:
@@ -73,7 +73,7 @@ def keras_step(parameters: Parameters, optimizer: Any, clip: float | None = None
 
 
 def tf_keras_step(parameters: Parameters, optimizer: Any, clip: float | None = None) -> Step:
-    """Return a step as tf_keras documents it for a custom loop."""
+    """Return the step that tf_keras documents for a custom loop."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     inner.build(parameters.variables)
 
@@ -99,7 +99,7 @@ def v1_step(parameters: Parameters, optimizer: Any, clip: float | None = None) -
 def timed(
     make_steps: dict[str, Callable[[], Step]], quick: bool, compiled: Collection[str] = ()
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds a step takes and those it took to trace and compile, by name; some compiled by XLA."""
+    """Return the seconds of a step, and to trace and compile it, by name. XLA compiles the steps in `compiled`."""
     steps, compiling = {}, {}
     for name, make in make_steps.items():
         step = tf.function(make(), autograph=False, jit_compile=name in compiled)
@@ -128,17 +128,17 @@ def graph_rows(quick: bool) -> list[Row]:
             adam["tf.compat.v1"](), "dynamic"
         ),
     }
-    for peer, make in makers.items():
-        wrapper = v1.LossScaleOptimizer if peer == "tf.compat.v1" else LossScaleOptimizer
-        for clip, bar in ((None, 0.95), (1.0, 0.85))[: 1 if peer == "tf.compat.v1" else 2]:
+    for tool, make in makers.items():
+        wrapper = v1.LossScaleOptimizer if tool == "tf.compat.v1" else LossScaleOptimizer
+        for clip, bar in ((None, 0.95), (1.0, 0.85))[: 1 if tool == "tf.compat.v1" else 2]:
             contenders = {
-                "theirs": lambda make=make, peer=peer, clip=clip: make(Parameters(of_resnet), theirs[peer](clip), clip),
-                "ours": lambda make=make, peer=peer, clip=clip, wrapper=wrapper: make(
+                "theirs": lambda make=make, tool=tool, clip=clip: make(Parameters(of_resnet), theirs[tool](clip), clip),
+                "ours": lambda make=make, tool=tool, clip=clip, wrapper=wrapper: make(
                     Parameters(of_resnet),
-                    wrapper(adam[peer](), "dynamic", **({} if clip is None else {"global_clipnorm": clip})),
+                    wrapper(adam[tool](), "dynamic", **({} if clip is None else {"global_clipnorm": clip})),
                 ),
             }
-            if clip and peer == "Keras 3":
+            if clip and tool == "Keras 3":
                 contenders["no scaling"] = lambda: keras_step(
                     Parameters(of_resnet), keras.optimizers.Adam(RATE, global_clipnorm=1.0)
                 )
@@ -148,12 +148,12 @@ def graph_rows(quick: bool) -> list[Row]:
                 )
             times, tracing = timed(contenders, quick)
             work = f"{'clip + ' if clip else ''}Adam, graph, {WHERE}"
-            rows.append(Row(work, f"× {peer}'s LossScaleOptimizer", times["ours"] / times["theirs"], bar))
+            rows.append(Row(work, f"× {tool}'s LossScaleOptimizer", times["ours"] / times["theirs"], bar))
             if "no scaling" in times:
                 rows.append(Row(work, "× the same without scaling", times["ours"] / times["no scaling"], 1.05))
                 guarded = times["guarded"] / times["ours"]
                 rows.append(Row(f"with a spike guard, {work}", "× the same without a guard", guarded, 1.03))
-            if clip is None and peer == "Keras 3":
+            if clip is None and tool == "Keras 3":
                 rows.append(Row(f"tracing it, {WHERE}", "× Keras 3's", tracing["ours"] / tracing["theirs"], 1.1))
     return rows
 
@@ -170,9 +170,9 @@ def xla_rows(quick: bool) -> list[Row]:
         "ours": step(LossScaleOptimizer),
     }
     times, compiling = timed(contenders, quick, compiled=contenders)
-    peer = "× Keras 3's LossScaleOptimizer"
+    tool = "× Keras 3's LossScaleOptimizer"
     return [
-        Row(f"Adam, one XLA step, {WHERE}", peer, times["ours"] / times["theirs"], 0.9),
+        Row(f"Adam, one XLA step, {WHERE}", tool, times["ours"] / times["theirs"], 0.9),
         Row(f"compiling one XLA step, {WHERE}", "× Keras 3's", compiling["ours"] / compiling["theirs"], 0.55),
     ]
 

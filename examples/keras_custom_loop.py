@@ -1,10 +1,11 @@
-"""A Keras loop of your own in float16: micro-batches, one clip, an average of the weights, and checkpoints.
+"""Your own Keras loop in float16: micro-batches, clipping, an average of the weights, and checkpoints.
 
     pip install . scikit-learn    # on a fresh machine: '.[tensorflow]' instead of the dot
     python examples/keras_custom_loop.py
 
 A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps
-overflow; each of them is skipped as a whole. Stop the program and start it again: it continues where it last saved.
+overflow. Each of these steps is skipped as a whole. If you stop the program and start it again, it continues from its
+last checkpoint.
 """
 
 import keras
@@ -29,7 +30,8 @@ class Training(tf.Module):
         keras.config.set_dtype_policy("mixed_float16")
         layers = [keras.layers.Dense(64, "relu"), keras.layers.Dense(10, dtype="float32")]
         self.model = keras.Sequential([keras.Input((64,)), *layers])
-        schedule = keras.optimizers.schedules.ExponentialDecay(0.2, decay_steps=1, decay_rate=0.99)  # of applied steps
+        # The schedule counts applied steps.
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.2, decay_steps=1, decay_rate=0.99)
         inner = keras.optimizers.SGD(schedule, momentum=0.9)
         self.optimizer = LossScaleOptimizer(inner, POLICY, global_clipnorm=1.0)
         self.optimizer.build(self.model.trainable_variables)
@@ -40,10 +42,11 @@ class Training(tf.Module):
         """Train on one batch."""
         before, weights = self.optimizer.scale_state, self.model.trainable_variables
         scaled_grads = [tf.zeros_like(weight) for weight in weights]
-        for part, some_labels in zip(tf.split(images, MICRO_BATCHES), tf.split(labels, MICRO_BATCHES), strict=True):
+        micro_batches = zip(tf.split(images, MICRO_BATCHES), tf.split(labels, MICRO_BATCHES), strict=True)
+        for micro_images, micro_labels in micro_batches:
             with tf.GradientTape() as tape:
-                logits = self.model(part, training=True)
-                losses = keras.losses.sparse_categorical_crossentropy(some_labels, logits, from_logits=True)
+                logits = self.model(micro_images, training=True)
+                losses = keras.losses.sparse_categorical_crossentropy(micro_labels, logits, from_logits=True)
                 scaled_loss = self.optimizer.get_scaled_loss(tf.reduce_mean(losses) / MICRO_BATCHES)
             grads = tape.gradient(scaled_loss, weights)
             scaled_grads = [total + grad for total, grad in zip(scaled_grads, grads, strict=True)]
@@ -55,7 +58,7 @@ class Training(tf.Module):
 
 
 def main(steps: int = 200, folder: str = "runs/keras_custom_loop") -> tuple[float, Training]:
-    """Train, say how it went in a line, and return the accuracy and the training."""
+    """Train, print the accuracy and a diagnosis, and return the accuracy and the training."""
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     training = Training()

@@ -4,7 +4,7 @@
     python examples/keras_fit.py
 
 A perceptron learns to read scikit-learn's handwritten digits. The first loss scale is far too large, so the first steps
-overflow. The optimizer follows applied steps by itself, and `Keeping` makes the moving averages do so, too.
+overflow. A skipped step does not change the optimizer. `ProtectedModel` also protects the moving averages.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ POLICY = DynamicScaling(init_scale=2.0**24, growth_interval=50)
 BATCH_SIZE = 128
 
 
-class Keeping(keras.Model):
-    """A model that keeps its moving averages as they were if the optimizer skips the batch."""
+class ProtectedModel(keras.Model):
+    """A model that restores its moving averages if the optimizer skips the batch."""
 
     def train_step(self, data: Any) -> Any:
-        """Take Keras's own step; restore the averages if `iterations`, the count of applied steps, has not grown."""
-        averages = [each for each in self.non_trainable_variables if "float" in each.dtype]
-        before = [tf.identity(each) for each in averages]
+        """Call Keras's own step, and restore the averages if `iterations`, the count of applied steps, is unchanged."""
+        averages = [variable for variable in self.non_trainable_variables if "float" in variable.dtype]
+        before = [tf.identity(average) for average in averages]
         iterations = tf.identity(self.optimizer.iterations)
         logs = super().train_step(data)
         applied = tf.convert_to_tensor(self.optimizer.iterations) > iterations
@@ -43,16 +43,16 @@ def build() -> keras.Model:
     hidden = keras.layers.Dense(64)(inputs)
     hidden = keras.layers.BatchNormalization(momentum=0.9)(hidden)
     logits = keras.layers.Dense(10, dtype="float32")(keras.layers.ReLU()(hidden))
-    model = Keeping(inputs, logits)
+    model = ProtectedModel(inputs, logits)
     schedule = keras.optimizers.schedules.ExponentialDecay(1e-2, decay_steps=1, decay_rate=0.99)
     optimizer = LossScaleOptimizer(keras.optimizers.AdamW(schedule), POLICY, global_clipnorm=1.0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)  # compiling pays off in longer runs only
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)  # this run is too short for XLA
     return model
 
 
 def main(epochs: int = 10, steps_per_epoch: int = 20) -> tuple[float, keras.Model, dict[str, list[float]]]:
-    """Train, say how it went in a line, and return the accuracy, the model and the history."""
+    """Train, print the accuracy and a diagnosis, and return the accuracy, the model and the history."""
     images, labels = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = train_test_split(images / 16.0, labels, test_size=450, random_state=0)
     batches = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(2000, seed=0).repeat().batch(BATCH_SIZE)

@@ -1,4 +1,4 @@
-"""`LossScaleOptimizer`: a Keras optimizer around another, which applies or skips each step as a whole."""
+"""`LossScaleOptimizer`: a wrapper around a Keras optimizer that applies or skips each step as a whole."""
 
 import dataclasses
 import weakref
@@ -15,43 +15,48 @@ from lossscale_core.adapters import describe
 from lossscale_core.errors import CallOrderError, CheckpointWarning
 from lossscale_keras._backend import BACKEND, is_compiling, is_traced, native, require_training, returns_gradients, xp
 from lossscale_keras._losses import Losses, ScaledLoss
-from lossscale_keras._step import EAGER, HOST, TRACED, Checked, States, Traced, check, place_of, unscaled
-from lossscale_keras._stored import LastStep, NoState, Stored
+from lossscale_keras._step import EAGER, HOST, TRACED, CheckResult, States, Traced, check, divide_grads, place_of
+from lossscale_keras._stored import LastStep, NoState, StateVariables
 from lossscale_keras._verbs import Tree, dense, is_overwritten, scale
 from lossscale_keras.forwarding import forwarded
 
 
-# Keras's `compile` wraps any other optimizer in its own under mixed_float16, so that this is a subclass of Keras's:
+# A subclass of Keras's wrapper: under mixed_float16, Keras's `compile` wraps any other optimizer in its own wrapper:
 # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/trainers/trainer.py
 @keras.saving.register_keras_serializable("lossscale_keras")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """A Keras optimizer that scales the loss, unscales the gradients, and skips the steps that overflow.
+    """A Keras optimizer that scales the loss, unscales the gradients, and skips steps that overflow.
 
     ```python
     optimizer = LossScaleOptimizer(keras.optimizers.Adam(), "dynamic")
     model.compile(optimizer, loss)            # fit scales the loss
     ```
 
-    For Keras 3 on JAX, PyTorch and TensorFlow, there also under a strategy of `tf.distribute`. In a loop of your own,
-    call `scale_loss`, differentiate, and pass the scaled gradients to `apply`, or under `jax.jit` to `stateless_apply`.
-    A skipped step changes neither variables nor slots nor averages nor `iterations`. The state of the policy is in
-    Keras variables, so that `fit` carries it through `jit` and files keep it.
+    It wraps a Keras 3 optimizer on JAX, PyTorch or TensorFlow. On TensorFlow it also works under a strategy of
+    `tf.distribute`. In a loop of your own, call `scale_loss`, differentiate, and pass the scaled gradients to `apply`,
+    or to `stateless_apply` under `jax.jit`.
 
-    Nothing synchronises with the host under `jit` and in `tf.function`. On PyTorch, and eagerly, `apply` reads one bool
-    per step, as Keras's own wrapper does; one more after an overflow, and one more with a guard.
+    A skipped step does not change the variables, the optimizer's slots (such as Adam's moments), averages of the
+    weights or `iterations`. The state of the policy is in Keras variables. `fit` therefore updates it under `jit`, too,
+    and Keras's files contain it.
+
+    Under `jit` and in a `tf.function` nothing synchronises with the host. Eagerly, and on PyTorch, `apply` reads one
+    bool per step, as Keras's own wrapper does. It reads a second bool after an overflow, and one more with a guard.
 
     Args:
-        inner_optimizer: A Keras 3 optimizer. Its settings stay its own, and can be read and set on the wrapper.
+        inner_optimizer: A Keras 3 optimizer. You can read and set its settings on the wrapper.
         policy: Anything that `as_policy` accepts.
-        guard: A `SpikeGuard`, which skips a step if its norm is far above the norms before it, and then leaves the loss
-            scale and its counters unchanged. The norm is that of the unscaled gradients before clipping.
-        global_clipnorm: The norm to clip unscaled gradients to, in the same read as the finiteness check.
-        name: The optimizer's name.
+        guard: A `SpikeGuard`, which skips a step if its gradient norm is far above the norms before it. The step then
+            does not change the loss scale or its counters. The norm is computed from the unscaled gradients, before
+            clipping.
+        global_clipnorm: The norm to which unscaled gradients are clipped. The check of the gradients computes their
+            norm, so that clipping does not read them again.
+        name: The name of the optimizer.
 
     Raises:
-        TypeError: `inner_optimizer` is not a Keras 3 optimizer, or scales the loss already.
-        ValueError: `global_clipnorm` is given, and the inner optimizer has one, too, or accumulates gradients; the
-            inner optimizer has a `loss_scale_factor`; or another wrapper has this optimizer.
+        TypeError: `inner_optimizer` is not a Keras 3 optimizer, or it scales the loss already.
+        ValueError: `global_clipnorm` is set although the inner optimizer has one or accumulates gradients; or the inner
+            optimizer has a `loss_scale_factor`, or is in another wrapper.
         PolicyError: Another argument is not valid.
     """
 
@@ -70,7 +75,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._require_optimizer(inner_optimizer)
         _require_single_clip(inner_optimizer, global_clipnorm)
         _require_single_wrapper(self, inner_optimizer)
-        # Not the constructor of Keras's wrapper, which makes an attribute of each setting of Keras's rule.
+        # The constructor of Keras's wrapper is not called: it would set an attribute for each setting of Keras's rule.
         keras.optimizers.Optimizer.__init__(self, learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.policy: core.ScalingPolicy = policy
@@ -79,33 +84,34 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._watch = core.ScaleWatch()
         start = policy.init_state()
         with keras.name_scope(self.name, caller=self):
-            self._state = Stored(start)
-            self._guard_state = Stored(NoState() if guard is None else guard.init_state(), "guard_")
-            self._last = Stored(LastStep(), "last_")
+            self._state = StateVariables(start)
+            self._guard_state = StateVariables(NoState() if guard is None else guard.init_state(), "guard_")
+            self._last = StateVariables(LastStep(), "last_")
         self._losses = Losses(self._state, float(start.loss_scale))
-        # Keras's tracker finds variables in lists that are attributes.
+        # An attribute, because Keras tracks the variables in lists that are attributes.
         self._stored_variables = [*self._state.variables, *self._last.variables, *self._guard_state.variables]
 
     def build(self, var_list: list[Any]) -> None:
         """Create the inner optimizer's variables.
 
         Args:
-            var_list: The list of the variables to train.
+            var_list: The variables to train.
         """
         self._build_inner(self.inner_optimizer, var_list)
-        # Not `Optimizer.build`, which would create averages and accumulators of the wrapper's own. Without tracking.
+        # `Optimizer.build` is not called: it would create averages and accumulators for the wrapper.
+        # `__dict__` avoids Keras's tracking of attributes.
         self.__dict__["_trainable_variables"] = list(var_list)
         self.built = True
 
     @native.unconverted
     def scale_loss(self, loss: Tree) -> Tree:
-        """Multiply a loss by the loss scale, in float32 or wider. Keras calls it in `fit`.
+        """Multiply a loss by the loss scale, in float32 or wider. Keras calls this method in `fit`.
 
         Args:
             loss: An array of any shape and dtype, or a nested structure of them.
 
         Returns:
-            The scaled loss; differentiate it, and pass the gradients to `apply`. Does not synchronise with the host.
+            The scaled loss. Differentiate it, and pass the gradients to `apply`. Does not synchronise with the host.
 
         Raises:
             CallOrderError: The loss is scaled already.
@@ -129,21 +135,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @native.unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Any = None, *, loss: Any = None) -> None:
-        """Apply gradients of a scaled loss, or skip the step and change nothing but the state of the policy.
+        """Apply gradients of a scaled loss, or skip the step and change only the state of the policy.
 
-        They are divided by the scale of the last loss that was scaled. If none was, a warning says so once, and they
-        are divided by the present scale.
+        The gradients are divided by the scale of the last loss that was scaled. If no loss was scaled, they are divided
+        by the current scale, and a warning says so once.
 
         Args:
             grads: A scaled gradient or None for each variable: an array in the shape of the variable.
-            trainable_variables: The variables; if left out, those that the optimizer was built with.
-            loss: The scaled loss itself, if another loss was scaled after it.
+            trainable_variables: The variables. If left out, the variables that the optimizer was built with.
+            loss: The scaled loss of these gradients, if you scaled another loss after it.
 
         Raises:
             RuntimeError: The gradients are traced by JAX.
             ValueError: The numbers of gradients and variables differ, `loss` is not a loss that `scale_loss` returned,
-                or the call is made outside of a replica.
-            OverflowStreakError: As from `check_limits`, in no graph; a limit makes each step read the state.
+                or the caller is in a strategy, but not in one of its replicas.
+            OverflowStreakError: The step reaches a limit, as in `check_limits`, and does not run in a graph. If there
+                is a limit, each eager step reads the state.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         gradients = list(grads)
@@ -165,7 +172,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.inner_optimizer.iterations
 
     def _named(self, loss: Any) -> ScaledLoss:
-        """Return the mark of a scaled loss that the caller names."""
+        """Return the mark of the scaled loss that the caller passes as `loss`."""
         mark = self._losses.mark_of(next(adapters.tree.leaves(loss), None))
         if mark is None:
             raise ValueError(
@@ -175,19 +182,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return mark
 
     def _check_loss(self) -> None:
-        """Warn of a step with a loss that was not scaled, or with gradients that may be divided already."""
+        """Warn if no loss was scaled before this step, or if the caller may have divided the gradients."""
         if not self._losses.is_scaled:
             self._warn_once(
-                "scale_loss was not called before this step, which divides the gradients by the loss scale all the "
-                "same; differentiate optimizer.scale_loss(loss)"
+                "scale_loss was not called before this step, but the step divides the gradients by the loss scale; "
+                "differentiate optimizer.scale_loss(loss)"
             )
         self._warn_if_divided(takes_scaled=True)
 
     def _warn_if_divided(self, takes_scaled: bool) -> None:
         if self._losses.may_be_divided(takes_scaled):
             self._warn_once(
-                "the loss scale was read between scale_loss and apply, which divides the gradients by it; pass them as "
-                "they are, and if you read the scale for a log, read it after apply"
+                "the loss scale was read between scale_loss and apply, but apply divides the gradients by it; do not "
+                "divide them yourself, and if you read the scale for a log, read it after apply"
             )
 
     def _warn_once(self, message: str) -> None:
@@ -196,7 +203,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             adapters.warn_caller(message)
 
     def _take(self, grads: list[Any], variables: list[Any], loss_scale: Any, is_summed: bool = False) -> None:
-        """Take a step with gradients of a loss times `loss_scale`, if it is not None, or skip it."""
+        """Take or skip a step. The gradients belong to a loss times `loss_scale`; None if they are unscaled."""
         native.require_replica()
         place = place_of(grads)
         if place is TRACED and BACKEND == "jax":
@@ -204,27 +211,27 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             native.call_once(lambda: self._build_for(variables))
         grads = grads if is_summed else native.sum_over_replicas(grads)
-        merges, max_norm = native.merges_replicas(), self._clips_to()
-        checks_in = EAGER if place is HOST and merges else place  # what is merged are arrays
-        checked, divisor = self._check(grads, variables, loss_scale, max_norm, checks_in)
+        merges, max_norm = native.merges_replicas(), self._find_max_norm()
+        place_of_check = EAGER if place is HOST and merges else place  # a merge call accepts arrays only
+        result, divisor = self._check(grads, variables, loss_scale, max_norm, place_of_check)
 
-        def step(checked: Checked, apply: Callable[[], None]) -> None:
+        def step(result: CheckResult, apply: Callable[[], None]) -> None:
             with place.lock(self):
-                applies, before, after = self._decide(checked, place)
+                applies, before, after = self._decide(result, place)
                 place.cond(applies, apply, lambda: None)
                 self._assign(after, before, place)
             if place is HOST:
                 self._check_and_log(after)
 
         def update(*grads: Any) -> None:
-            summed = grads if max_norm is None else [None if grad is None else dense(grad) for grad in grads]
-            self._apply_inner(unscaled(list(summed), variables, divisor), variables)
+            arrays = grads if max_norm is None else [None if grad is None else dense(grad) for grad in grads]
+            self._apply_inner(divide_grads(list(arrays), variables, divisor), variables)
 
-        checked = native.agree(checked)
+        result = native.agree(result)
         if merges:
-            native.merge(step, checked, update, grads)
+            native.merge(step, result, update, grads)
         else:
-            step(checked, lambda: update(*grads))
+            step(result, lambda: update(*grads))
         if place is EAGER and self._has_limits():
             self.check_limits()
 
@@ -236,7 +243,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "call optimizer.build(model.trainable_variables) first, or compile the model again with a new optimizer"
             )
 
-    # What the optimizers of tf_keras do in another way; `lossscale_tf` replaces these methods.
+    # `lossscale_tf` overrides the next two methods and `_apply_inner`, because tf_keras's optimizers are different.
     @staticmethod
     def _require_optimizer(inner: Any) -> None:
         if not isinstance(inner, keras.optimizers.Optimizer):
@@ -248,7 +255,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if inner.loss_scale_factor is not None:
             raise ValueError(
                 f"inner_optimizer has loss_scale_factor={inner.loss_scale_factor!r}, which divides its gradients "
-                "again; make it without, and give this scale to the wrapper as its policy"
+                "again; make the optimizer without it, and pass this scale to the wrapper as its policy"
             )
 
     _build_inner = staticmethod(lambda inner, variables: inner.build(variables))
@@ -262,24 +269,24 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._call_inner(self.inner_optimizer.apply, grads, variables)
 
     def _call_inner(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the inner optimizer with gradients that are clipped to its norm and summed already."""
-        # `apply` has no argument for this. Eagerly the sum takes a tenth of a step, also on one replica:
+        """Call a function of the inner optimizer without its sum over replicas and its clipping, which are done."""
+        # `apply` has no argument to turn these off. Eagerly the sum takes a tenth of a step, even with one replica:
         # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/tensorflow/optimizer.py
         methods = {"_all_reduce_sum_gradients": list} if BACKEND == "tensorflow" else {}
-        if self._max_norm is None and self._clips_to() is not None:
+        if self._max_norm is None and self._find_max_norm() is not None:
             methods["_clip_gradients"] = list
-        attributes = vars(self.inner_optimizer)  # without automatic tracking
+        attributes = vars(self.inner_optimizer)  # avoids Keras's tracking of attributes
         attributes.update(methods)
         try:
             return function(*args)
         finally:
             for name in methods:
-                attributes.pop(name, None)  # another replica may have been faster
+                attributes.pop(name, None)  # another replica may have removed it before
 
     def stateless_apply(
         self, optimizer_variables: list[Any], grads: list[Any], trainable_variables: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return the variables after a step, or those before it; a pure function, for `jax.jit`.
+        """Return the variables after a step that is applied or skipped. A pure function, for `jax.jit`.
 
         Args:
             optimizer_variables: The values of `variables`, in their order.
@@ -287,8 +294,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             trainable_variables: The values of these variables.
 
         Returns:
-            The new values of the trainable variables, and those of the optimizer's. Does not synchronise with the host
-                under `jit`.
+            The new values of the trainable variables, and the new values of `variables`. Does not synchronise with the
+                host under `jit`.
 
         Raises:
             ValueError: The optimizer is not built, or was built with another number of variables.
@@ -303,39 +310,39 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         own = len(self._variables)
         mapping = zip(self._variables, optimizer_variables[:own], strict=True)
         with keras.StatelessScope(state_mapping=list(mapping)) as scope:
-            loss_scale, max_norm = self._state.read(1).loss_scale, self._clips_to()
-            checked, divisor = self._check(grads, self._trainable_variables, loss_scale, max_norm, place)
-            applies, *states = self._decide(checked, place)
-            self._assign(states[1], states[0], place)
+            loss_scale, max_norm = self._state.read(1).loss_scale, self._find_max_norm()
+            result, divisor = self._check(grads, self._trainable_variables, loss_scale, max_norm, place)
+            applies, states_before, states_after = self._decide(result, place)
+            self._assign(states_after, states_before, place)
         state = [scope.get_current_value(variable) for variable in self._variables]
         before = list(trainable_variables), list(optimizer_variables[own:])
 
         def step() -> tuple[list[Any], list[Any]]:
-            divided = unscaled(grads, self._trainable_variables, divisor)
-            return self._call_inner(self.inner_optimizer.stateless_apply, before[1], divided, before[0])
+            unscaled_grads = divide_grads(grads, self._trainable_variables, divisor)
+            return self._call_inner(self.inner_optimizer.stateless_apply, before[1], unscaled_grads, before[0])
 
         new_trainable_variables, inner_variables = place.cond(applies, step, lambda: before)
         return new_trainable_variables, state + inner_variables
 
     def _check(
         self, grads: list[Any], variables: list[Any], loss_scale: Any, max_norm: float | None, place: Traced
-    ) -> tuple[Checked, Any]:
-        """Return the result of the check, and the divisor that unscales and clips; None where nothing is divided."""
-        checked = check(grads, variables, loss_scale, self.guard is not None or max_norm is not None, place)
-        if max_norm is None or (place is HOST and float(checked.norm) <= max_norm):
-            return checked, loss_scale
-        norm = ops.convert_to_tensor(checked.norm) if place is HOST else checked.norm
+    ) -> tuple[CheckResult, Any]:
+        """Return the result of the check, and the divisor that unscales and clips; None if it is 1."""
+        result = check(grads, variables, loss_scale, self.guard is not None or max_norm is not None, place)
+        if max_norm is None or (place is HOST and float(result.norm) <= max_norm):
+            return result, loss_scale
+        norm = ops.convert_to_tensor(result.norm) if place is HOST else result.norm
         clip = adapters.clip_divisor(norm, max_norm, xp=xp)
-        return checked._replace(norm=norm), clip if loss_scale is None else clip * ops.cast(loss_scale, clip.dtype)
+        return result._replace(norm=norm), clip if loss_scale is None else clip * ops.cast(loss_scale, clip.dtype)
 
-    def _decide(self, checked: Checked, place: Traced) -> tuple[Any, States, States]:
-        """Record the step; return whether it is applied, and the states before and after it."""
-        before, (finite, norm) = self._read(place), place.decision(*checked)
+    def _decide(self, result: CheckResult, place: Traced) -> tuple[Any, States, States]:
+        """Record the step, and return whether it is applied, and the states before and after it."""
+        before, (finite, norm) = self._read(place), place.decision(*result)
         applies, *after = adapters.decide(self.policy, self.guard, *before, finite, norm, xp=place.xp)
         outcome = place.where(applies, 1, place.where(finite, 3, 2))
-        # Not in `_assign`: TorchInductor 2.13 would record the new scale, if it wrote both in one graph.
+        # Before `_assign`: if TorchInductor 2.13 wrote both in one graph, it would record the new scale.
         place.assign(self._last, LastStep(outcome, before.scale.loss_scale, norm))
-        applies = checked.known if self.guard is None else applies  # perhaps known without another read
+        applies = result.flag if self.guard is None else applies  # the host may know this flag already
         return applies, before, States(*after)
 
     def _read(self, place: Traced = HOST) -> States:
@@ -346,8 +353,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         place.assign(self._state, states.scale, before.scale)
         place.assign(self._guard_state, states.guard, before.guard)
 
-    def _clips_to(self) -> float | None:
-        """Return the norm that this wrapper clips to: its own, or that of a Keras 3 optimizer for whole steps."""
+    def _find_max_norm(self) -> float | None:
+        """Return the norm to which this wrapper clips: its own setting, or the setting of a Keras 3 optimizer.
+
+        An inner optimizer that accumulates gradients clips their mean itself.
+        """
         inner = self.inner_optimizer
         if self._max_norm is not None or not isinstance(inner, keras.optimizers.Optimizer):
             return self._max_norm
@@ -355,16 +365,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def global_clipnorm(self) -> float | None:
-        """The norm to clip unscaled gradients to, also the inner optimizer's; a traced step keeps the one before."""
+        """The norm to which unscaled gradients are clipped, by this wrapper or by the inner optimizer.
+
+        Setting it does not change a step that is traced already.
+        """
         inner = vars(self).get("inner_optimizer")
         return getattr(inner, "global_clipnorm", None) if self._max_norm is None else self._max_norm
 
     @global_clipnorm.setter
     def global_clipnorm(self, norm: float | None) -> None:
-        inner: Any = vars(self).get("inner_optimizer")  # Keras's constructor sets its default before
+        inner: Any = vars(self).get("inner_optimizer")  # None when Keras's constructor sets its default
         if norm is not None:
             adapters.check_setting("global_clipnorm", norm)
-        if _clips(inner):
+        if _clips_itself(inner):
             inner.global_clipnorm = norm
         else:
             self._max_norm = norm
@@ -380,7 +393,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def loss_scale_factor(self) -> None:
-        """None: the policy scales the loss."""
+        """Always None, because the policy scales the loss."""
         return None
 
     @loss_scale_factor.setter
@@ -406,7 +419,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def dynamic_scale(self) -> Any:
-        """The variable that holds the loss scale; the name in Keras's wrapper."""
+        """The variable of the loss scale. Keras's wrapper uses this name."""
         self._losses.is_read = True
         return self._state.variables[0]
 
@@ -423,10 +436,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def last_step(self) -> core.StepInfo:
-        """The outcome of the last step, as arrays of shape `()`; before it, a step that was not applied.
+        """The outcome of the last step, as arrays of shape `()`. Before the first step, a step that was not applied.
 
-        Does not synchronise with the host. In a traced `train_step` it is the step that is traced. In a callback for
-        batches on JAX, call `model.jax_state_sync()` first.
+        Does not synchronise with the host. In a traced `train_step` it is the outcome of the traced step. In a callback
+        for batches on JAX, call `model.jax_state_sync()` first.
         """
         last, state = self._last.copy(), self._state.copy()
         applied, overflowed, spiked = (last.outcome == code for code in (1, 2, 3))
@@ -436,7 +449,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Return the state's numbers under stable names; see `lossscale_core.metrics`. Does not synchronise.
 
         Returns:
-            Arrays of shape `()`: those of `lossscale_core.metrics`.
+            Arrays of shape `()`, by the names of `lossscale_core.metrics`.
         """
         return core.metrics(self._state.copy(), guard=self.guard_state)
 
@@ -449,10 +462,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self._watch.diagnose(self.policy, states.scale, guard=states.guard or None)
 
     def check_limits(self) -> None:
-        """Log events and raise the errors of limits that are reached. Synchronises with the host.
+        """Log events, and raise an error if a limit is reached. Synchronises with the host.
 
-        `LossScaleLogger` calls it at the end of each epoch; call it yourself in a loop that takes its steps in a graph
-        or under `jit`.
+        `LossScaleLogger` calls this method at the end of each epoch. If your own loop takes its steps in a graph or
+        under `jit`, call it yourself.
 
         Raises:
             OverflowStreakError: The policy's `max_overflow_streak` or the guard's `max_streak` is reached.
@@ -476,9 +489,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             variable.assign(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states and the policy as plain numbers, which other frameworks can restore.
+        """Return the states and the policy as plain numbers, which other frameworks can load.
 
-        Keras's files keep the state without this method. Synchronises with the host.
+        Keras's files contain the state without this method. Synchronises with the host.
         """
         states = self._read_and_log()
         return core.state_to_dict(states.scale, self.policy, guard=states.guard or None)
@@ -486,14 +499,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved state, with the policy and the guard of this optimizer.
 
-        A `CheckpointWarning` names each difference from the saved policy, and a state of the guard that is missing or
-        dropped.
+        A `CheckpointWarning` names each setting that differs from the saved policy. It also says if the saved state
+        lacks the state of the guard, or if this optimizer has no guard for it.
 
         Args:
             saved: The result of `state_dict`, or of `lossscale_core.state_to_dict` in any framework.
 
         Raises:
-            CheckpointError: `saved` is not a saved state, or is one of a newer version.
+            CheckpointError: `saved` is not a saved state, or a newer version of this package wrote it.
         """
         state = core.state_from_dict(saved, self.policy)
         self._state.assign(state)
@@ -507,7 +520,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Return the config for `from_config`, without the running state: strings, numbers and dicts of them.
 
         Raises:
-            PolicyError: The policy has no `kind`, so that no config describes it.
+            PolicyError: The policy has no `kind`, so that a config cannot describe it.
         """
         return {
             "name": self.name,
@@ -522,60 +535,61 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Make an optimizer from a config.
 
         Args:
-            config: The result of `get_config`. It is not changed.
+            config: The result of `get_config`. This method does not change it.
             custom_objects: The user's classes that the inner optimizer's config names.
 
         Returns:
             The wrapper, around a new inner optimizer.
         """
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
-        policy = core.policy_from_dict(config["policy"])  # what a file names is not a path to open
+        policy = core.policy_from_dict(config["policy"])  # as_policy would open a file that the config names
         guard = None if config["guard"] is None else core.SpikeGuard(**config["guard"])
         return cls(**{**config, "inner_optimizer": inner, "policy": policy, "guard": guard})
 
     def save_own_variables(self, store: Any) -> None:
-        """Store the states by name. Keras stores the inner optimizer's variables by itself.
+        """Store the states by name. Keras itself stores the inner optimizer's variables.
 
         Args:
             store: A mapping of names to arrays, which Keras writes to a file.
         """
-        saved = self.state_dict()
-        saved.pop("policy", None)  # the config has it
-        guard = {f"guard_{name}": number for name, number in saved.pop("guard", {}).items()}
-        for name, number in {**saved, **guard}.items():
+        numbers = self.state_dict()
+        numbers.pop("policy", None)  # the config has the policy
+        guard = {f"guard_{name}": number for name, number in numbers.pop("guard", {}).items()}
+        for name, number in {**numbers, **guard}.items():
             store[name] = np.asarray(number)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` stored, on any backend.
+        """Load the states that `save_own_variables` stored on any backend.
 
-        A `CheckpointWarning` says if the scale or the guard starts over, since it was not saved.
+        A `CheckpointWarning` says if the scale or the guard starts over, because the file does not contain its state.
 
         Args:
             store: A mapping of names to arrays.
         """
-        saved = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118  # Keras's store is no mapping
-        if "loss_scale" not in saved:
+        # Keras's store has `keys`, but it is not a mapping and cannot be iterated.
+        numbers = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118
+        if "loss_scale" not in numbers:
             adapters.warn_caller(
                 "the file was saved without this wrapper, so that the loss scale starts over; to keep the inner "
                 "optimizer's variables, load them without the wrapper, and wrap the loaded optimizer",
                 CheckpointWarning,
             )
             return
-        guard = {name.removeprefix("guard_"): saved.pop(name) for name in list(saved) if name.startswith("guard_")}
-        self.load_state_dict({**saved, "guard": guard or None})
+        guard = {name.removeprefix("guard_"): numbers.pop(name) for name in list(numbers) if name.startswith("guard_")}
+        self.load_state_dict({**numbers, "guard": guard or None})
 
     def _trackable_children(self, save_type: str = "checkpoint", **settings: Any) -> dict[str, Any]:
-        """Return the objects that TensorFlow saves; a SavedModel names all variables of its functions."""
+        """Return the objects that TensorFlow saves. A SavedModel must contain all variables that its functions use."""
         children: dict[str, Any] = super()._trackable_children(save_type, **settings)
         return {**children, **self._losses.variables()} if save_type == "savedmodel" else children
 
     def _has_limits(self) -> bool:
-        """Return whether a step may end in an error, so that it reads the state."""
+        """Return whether a limit may raise an error after a step. The step must then read the state."""
         limit = core.BaseScaling.of(self.policy).max_overflow_streak
         return limit is not None or (self.guard is not None and self.guard.max_streak is not None)
 
     def _read_and_log(self) -> States:
-        """Return the states as host scalars, and log the events of the scale."""
+        """Return the states as host scalars, and log events of the loss scale."""
         states = self._read()
         self._watch.log(self.policy, states.scale)
         return states
@@ -587,50 +601,51 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def __getattr__(self, name: str) -> Any:
         hint = ""
         if name in ("get_scaled_loss", "get_unscaled_gradients", "minimize", "compute_gradients"):
-            hint = "; lossscale_tf.LossScaleOptimizer has it, and this class scale_loss and apply"
+            hint = "; lossscale_tf.LossScaleOptimizer has it, and this class has scale_loss and apply"
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{hint}")
 
 
 def _for_every_backend(config: Any) -> Any:
-    """Return a config with the public names of optimizers, where it has those of torch's own classes."""
+    """Replace the names of Keras's optimizer classes for torch by their public names, which work on each backend."""
     if isinstance(config, list):
-        return [_for_every_backend(each) for each in config]
+        return [_for_every_backend(item) for item in config]
     if not isinstance(config, dict):
         return config
-    is_torchs = str(config.get("module")).startswith("keras.src.backend.torch.")
-    public = {"module": "keras.optimizers", "registered_name": None} if is_torchs else {}
-    return {**{name: _for_every_backend(each) for name, each in config.items()}, **public}
+    is_for_torch = str(config.get("module")).startswith("keras.src.backend.torch.")
+    public = {"module": "keras.optimizers", "registered_name": None} if is_for_torch else {}
+    return {**{name: _for_every_backend(item) for name, item in config.items()}, **public}
 
 
-_wrapped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_wrappers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""A weak reference to the wrapper of each inner optimizer."""
 
 
 def _require_single_wrapper(wrapper: Any, inner: Any) -> None:
-    """Raise `ValueError` if another wrapper has this optimizer: both would be saved under the same names."""
-    other = _wrapped.get(inner, lambda: None)()
+    """Raise `ValueError` if another wrapper has this optimizer. Files would have the same names for both wrappers."""
+    other = _wrappers.get(inner, lambda: None)()
     if other is not None or getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):  # tf_keras sets it
         raise ValueError(
             '"inner_optimizer" is already wrapped by a LossScaleOptimizer. An optimizer can only be wrapped by a '
-            f"single LossScaleOptimizer; make another {type(inner).__name__}, such as by its from_config(get_config())"
+            f"single LossScaleOptimizer; make another {type(inner).__name__}, for example by from_config(get_config())"
         )
-    _wrapped[inner] = weakref.ref(wrapper)
+    _wrappers[inner] = weakref.ref(wrapper)
 
 
-def _clips(inner: Any) -> bool:
-    """Return whether an inner optimizer clips by the norm of all gradients, or must do so since it accumulates."""
+def _clips_itself(inner: Any) -> bool:
+    """Return whether the inner optimizer has the setting `global_clipnorm`, or must have it because it accumulates."""
     has_norm = getattr(inner, "global_clipnorm", None) is not None
     return has_norm or bool(getattr(inner, "gradient_accumulation_steps", None))
 
 
 def _require_single_clip(inner: Any, norm: float | None) -> None:
-    """Raise an error for a norm that is not valid, or that the inner optimizer must have, or has."""
+    """Raise an error if the norm is not valid, or if the inner optimizer clips itself."""
     if norm is None:
         return
     adapters.check_setting("global_clipnorm", norm)
-    if _clips(inner):
-        of_inner, steps = (getattr(inner, name, None) for name in ("global_clipnorm", "gradient_accumulation_steps"))
+    if _clips_itself(inner):
+        inner_norm, steps = (getattr(inner, name, None) for name in ("global_clipnorm", "gradient_accumulation_steps"))
         raise ValueError(
-            f"global_clipnorm={norm!r}, and the inner optimizer has global_clipnorm={of_inner!r} and "
+            f"global_clipnorm={norm!r}, and the inner optimizer has global_clipnorm={inner_norm!r} and "
             f"gradient_accumulation_steps={steps!r}; set global_clipnorm on the inner optimizer alone, which clips the "
             "mean of the micro-batches if it accumulates"
         )

@@ -1,4 +1,4 @@
-"""Which variables overflowed, and how."""
+"""A report on the variables with NaN or infinity in their gradients."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
 
     Args:
         grads_and_vars: The (gradient, variable) pairs of the step; a gradient may be None.
-        loss: The loss of the step, unscaled: an array or a number. It shows the cause. Gradients alone do not, since
-            an overflow of the backward pass may leave NaN and no infinity.
+        loss: The unscaled loss of the step: an array or a number. The report needs it to name the cause, because an
+            overflow of the backward pass may leave only NaN in the gradients.
 
     Returns:
-        A list of `GradientReport`, one for each such variable, by its path; empty where nothing overflowed. Its
-            `verdict` says whether a smaller loss scale helps.
+        A list of `GradientReport`, one for each such variable, with its path; empty if nothing overflowed. The
+            `verdict` of the list says whether a smaller loss scale helps.
 
     Raises:
         TypeError: `grads_and_vars` is not made of pairs.

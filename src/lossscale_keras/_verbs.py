@@ -1,4 +1,4 @@
-"""The five verbs on nested structures of the backend's arrays, by `keras.ops`."""
+"""The five verbs on nested structures of arrays, computed by `keras.ops` on the backend of this process."""
 
 import contextlib
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
 
     Args:
         policy: Anything that `as_policy` accepts.
-        device: The device to place the state on, as `keras.device` takes it; the backend's own choice if left out.
+        device: The device of the state, as for `keras.device`. If left out, the backend chooses it.
 
     Returns:
         The policy's NamedTuple of arrays of shape `()`, in float32 and int32.
@@ -44,7 +44,7 @@ def scale(loss: Tree, state: ScaleState) -> Tree:
         state: The policy's state, with a `loss_scale` in float32 of shape `()`.
 
     Returns:
-        The scaled loss, in the structure of `loss` and in float32 or wider; differentiate it.
+        The scaled loss, in the structure of `loss` and in float32 or wider. Differentiate this loss.
 
     Raises:
         TypeError: `state` is not a state.
@@ -59,8 +59,8 @@ def all_finite(grads: Any) -> Any:
     Does not synchronise with the host.
 
     Args:
-        grads: A nested structure of arrays of any float dtype; TensorFlow's `IndexedSlices` are summed first. None and
-            integer leaves do not count, and an empty structure is finite.
+        grads: A nested structure of arrays of any float dtype. Duplicate indices of TensorFlow's `IndexedSlices` are
+            summed first. None and integer leaves do not count, and an empty structure is finite.
 
     Returns:
         A bool array of shape `()`.
@@ -83,7 +83,7 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
 
     Returns:
         The gradients in the same structure. float16 and bfloat16 leaves become float32, others keep their own dtype.
-        `IndexedSlices` stay sparse; None and integer leaves are returned as they are.
+        `IndexedSlices` stay sparse. None and integer leaves are returned unchanged.
 
     Raises:
         TypeError: `state` is not a state, or a leaf is neither an array nor a number nor None.
@@ -98,13 +98,13 @@ def select(grads_finite: Any, new: Tree, old: Tree) -> Tree:
     """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
 
     Args:
-        grads_finite: A bool array of shape `()`, which causes no synchronisation; or a Python bool, which returns the
-            leaves of one side unchanged.
+        grads_finite: A bool array of shape `()`, which does not synchronise; or a Python bool, for which the leaves of
+            `new` or `old` are returned unchanged.
         new: A nested structure of arrays and None.
         old: The same structure, with the same shapes.
 
     Returns:
-        The leaves of `new` or those of `old`.
+        The leaves of `new` or the leaves of `old`.
 
     Raises:
         ValueError: The structures or shapes differ.
@@ -130,7 +130,7 @@ def is_gradient(leaf: Any) -> bool:
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Return whether a variable's gradients are its new values, as for float8 scales; these are never scaled.
+    """Return whether the gradient of a variable is its new value, which is never scaled, as for float8 scales.
 
     Keras marks such variables: https://github.com/keras-team/keras/blob/v3.15.1/keras/src/backend/common/variables.py
     """
@@ -138,18 +138,18 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def at_least_float32(leaf: Any) -> Any:
-    """Return an array in the dtype in which it is scaled: all below float32, and whole numbers, in float32."""
+    """Return an array in float32, or unchanged if it is wider. Whole numbers become float32, too."""
     leaf = leaf if hasattr(leaf, "dtype") else ops.convert_to_tensor(leaf)
     return leaf if keras.backend.standardize_dtype(leaf.dtype) in _WIDE else ops.cast(leaf, "float32")
 
 
 def dense(leaf: Any) -> Any:
-    """Return TensorFlow's `IndexedSlices` with duplicates summed, float8 in float32, and other arrays as they are."""
+    """Return a dense array: `IndexedSlices` with their duplicates summed, float8 in float32, other arrays unchanged."""
     array = xp.convert_to_tensor(leaf) if isinstance(leaf, IndexedSlices) else ops.convert_to_tensor(leaf)
     return at_least_float32(array) if "float8" in str(array.dtype) else array
 
 
 def parts(leaf: Any) -> tuple[Any, ...]:
-    """Return a dense array, or the real and the imaginary part of a complex one."""
+    """Return a tuple of one dense real array, or of the real and the imaginary part of a complex array."""
     array = dense(leaf)
     return (ops.real(array), ops.imag(array)) if "complex" in str(array.dtype) else (array,)

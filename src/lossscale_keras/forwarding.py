@@ -1,18 +1,19 @@
-"""Names of a wrapper that belong to its inner optimizer."""
+"""Properties of a wrapper that read and set attributes of its inner optimizer."""
 
 from typing import Any
 
 
 def forwarded(name: str, *default: Any) -> Any:
-    """Return a property that reads a name of the inner optimizer, and sets it there.
+    """Return a property that reads and sets an attribute of the inner optimizer.
 
     Args:
         name: The name of an attribute or a method.
-        *default: The value to read where the inner optimizer does not have this name; without one, reading raises
-            `AttributeError`, as setting does.
+        *default: The value to return if the inner optimizer does not have this attribute. Without a default, reading
+            raises `AttributeError`. Setting an attribute that does not exist always raises it.
 
     Returns:
-        The property. While Keras's constructor runs, before the wrapper has an inner optimizer, it ignores what is set.
+        The property. Keras's constructor sets such attributes before the wrapper has an inner optimizer. The property
+            ignores these values.
     """
 
     def read(wrapper: Any) -> Any:

@@ -18,7 +18,7 @@ from lossscale_tf._report import overflow_report
 from lossscale_tf._verbs import all_finite, init_state, scale, select, unscale
 from lossscale_tf.keras import LossScaleLogger, LossScaleOptimizer
 
-__all__ = [  # without the subpackage `keras`: after `import *` its name would hide an imported Keras
+__all__ = [  # not the subpackage `keras`, because `import *` would hide Keras itself
     "DynamicScaling",
     "FixedScaling",
     "LossScaleLogger",

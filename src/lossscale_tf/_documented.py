@@ -1,4 +1,4 @@
-"""Policies under the names, parameters and defaults of TensorFlow's documentation."""
+"""Policies by the names, parameters and defaults of TensorFlow's documentation."""
 
 import contextlib
 import math
@@ -10,10 +10,11 @@ from lossscale_core.adapters import LARGEST_SCALE, check_setting, describe
 from lossscale_core.errors import PolicyError
 
 _LARGEST_COUNT = 2**31 - 1
+"""The largest int32."""
 
 
 def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the name in the documentation
-    """Return the policy of `tf.compat.v1.mixed_precision.FixedLossScale`; here an overflow skips the step.
+    """Return the policy of `tf.compat.v1.mixed_precision.FixedLossScale`. Here, an overflow skips the step.
 
     Args:
         loss_scale_value: The loss scale, at least 1.
@@ -22,7 +23,8 @@ def FixedLossScale(loss_scale_value: float) -> FixedScaling:  # noqa: N802, the 
         A new policy.
 
     Raises:
-        PolicyError: `loss_scale_value` is below 1, which is a `ValueError` there, too, or is not a number.
+        PolicyError: `loss_scale_value` is below 1 or not a number. TensorFlow raises `ValueError`, a base class of this
+            error.
     """
     return FixedScaling(_scale("loss_scale_value", loss_scale_value))
 
@@ -34,7 +36,7 @@ def DynamicLossScale(  # noqa: N802
 
     Args:
         initial_loss_scale: The first loss scale, at least 1.
-        increment_period: The number of finite steps in a row after which the scale grows. A fraction is cut off.
+        increment_period: The number of finite steps in a row after which the scale grows. It is rounded down.
         multiplier: Multiplies the scale when it grows, and divides it on an overflow; above 1.
 
     Returns:
@@ -43,7 +45,7 @@ def DynamicLossScale(  # noqa: N802
     Raises:
         PolicyError: An argument is not a number, or breaks its rule; the message names it.
     """
-    growth_factor = _checked("multiplier", multiplier, "growth_factor")
+    growth_factor = _setting("multiplier", multiplier, "growth_factor")
     return DynamicScaling(
         init_scale=_scale("initial_loss_scale", initial_loss_scale),
         growth_interval=_count("increment_period", increment_period, math.floor),
@@ -63,7 +65,8 @@ def FixedLossScaleManager(loss_scale: float) -> FixedScaling:  # noqa: N802
         A new policy.
 
     Raises:
-        PolicyError: `loss_scale` is below 1, which is a `ValueError` there, too, or is not a number.
+        PolicyError: `loss_scale` is below 1 or not a number. TensorFlow raises `ValueError`, a base class of this
+            error.
     """
     return FixedScaling(_scale("loss_scale", loss_scale))
 
@@ -94,8 +97,8 @@ def ExponentialUpdateLossScaleManager(  # noqa: N802
         init_scale=_scale("init_loss_scale", init_loss_scale),
         growth_interval=_count("incr_every_n_steps", incr_every_n_steps, math.ceil),
         hysteresis=_count("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf, math.ceil),
-        growth_factor=_checked("incr_ratio", incr_ratio, "growth_factor"),
-        backoff_factor=_checked("decr_ratio", decr_ratio, "backoff_factor"),
+        growth_factor=_setting("incr_ratio", incr_ratio, "growth_factor"),
+        backoff_factor=_setting("decr_ratio", decr_ratio, "backoff_factor"),
         refill_on_finite=False,
         refill_on_backoff=True,
         max_scale=LARGEST_SCALE,
@@ -103,7 +106,7 @@ def ExponentialUpdateLossScaleManager(  # noqa: N802
 
 
 def _number(argument: str, value: Any) -> float:
-    """Return a number, text that holds one, or a list, array or tensor with one of them, as a float."""
+    """Return a value as a float. The value may be a number, its text, or a list, array or tensor of one element."""
     item = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
     item = item.numpy() if hasattr(item, "numpy") else item
     item = item.item() if getattr(item, "size", None) == 1 else item
@@ -114,45 +117,45 @@ def _number(argument: str, value: Any) -> float:
 
 
 def _scale(argument: str, value: Any) -> float:
-    """Return a first scale of at least 1, TensorFlow's smallest scale.
+    """Return a first scale. TensorFlow's smallest scale is 1:
 
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L411
     """
     if not _number(argument, value) >= 1.0:
         raise PolicyError(f"{argument}={describe(value)}: loss scale must be at least 1")
-    return _checked(argument, value, "init_scale")
+    return _setting(argument, value, "init_scale")
 
 
-def _checked(argument: str, value: Any, setting: str) -> float:
-    """Return the value of an argument as a setting. Raises `PolicyError` with the name of the argument."""
+def _setting(argument: str, value: Any, setting: str) -> float:
+    """Return the value of an argument as a policy setting. The message of a `PolicyError` names the argument."""
     try:
-        checked: float = check_setting(setting, _number(argument, value))
+        number: float = check_setting(setting, _number(argument, value))
     except PolicyError as reason:
         raise PolicyError(f"{argument}={describe(value)} cannot be the setting {setting}: {reason}") from None
-    return checked
+    return number
 
 
-def _count(argument: str, value: Any, rounded: Callable[[float], int]) -> int:
-    """Return a count. TensorFlow compares it with `>=`, so that numbers below 1 act like 1.
+def _count(argument: str, value: Any, to_int: Callable[[float], int]) -> int:
+    """Return a count. TensorFlow compares its counter with `>=`, so that numbers below 1 act like 1.
 
-    Keras and `tf.compat.v1` cut off a fraction; `tf.contrib` compares with it:
+    Keras and `tf.compat.v1` round a fraction down. `tf.contrib` compares the counter with the fraction:
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L346
     """
     number = _number(argument, value)
     if math.isnan(number):
         raise PolicyError(f"{argument}={describe(value)} must be a number; pass a whole number such as 2000")
-    return rounded(min(max(number, 1), _LARGEST_COUNT))
+    return to_int(min(max(number, 1), _LARGEST_COUNT))
 
 
 def policy_of(loss_scale: Any) -> ScalingPolicy:
-    """Return the policy of the documents' own argument: for "dynamic" theirs, which begins at 2**15."""
+    """Return the policy of a documented argument `loss_scale`. "dynamic" is then the documented rule, from 2**15."""
     return DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else as_policy(loss_scale)
 
 
 def documented_policy(
     policy: Any, loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any
 ) -> ScalingPolicy:
-    """Return the policy of the wrapper's arguments: `policy`, or the one that the documents' arguments describe."""
+    """Return the policy of the wrapper: the argument `policy`, or the policy of the documented arguments."""
     require_policy_or_number(loss_scale if policy is None else policy)
     arguments = {"dynamic": dynamic, "initial_scale": initial_scale, "dynamic_growth_steps": growth_steps}
     settings = {name: value for name, value in arguments.items() if value is not None}
@@ -169,8 +172,7 @@ def documented_policy(
         raise TypeError(f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}')
     if dynamic is not None and "loss_scale" in settings:
         raise ValueError(
-            f"loss_scale={describe(loss_scale)} and dynamic={dynamic} are both given; "
-            "pass either loss_scale= or dynamic="
+            f"loss_scale={describe(loss_scale)} and dynamic={dynamic} are both set; pass either loss_scale= or dynamic="
         )
     if isinstance(loss_scale, bool):
         dynamic = loss_scale
@@ -188,18 +190,18 @@ def documented_policy(
         raise ValueError('"initial_scale" must be specified if "dynamic" is False')
     if growth_steps is not None:
         raise ValueError(f'"dynamic_growth_steps" must be None if "dynamic" is False, but got: {growth_steps}')
-    return FixedScaling(_checked("initial_scale", initial_scale, "init_scale"))
+    return FixedScaling(_setting("initial_scale", initial_scale, "init_scale"))
 
 
 _BASE_ARGUMENTS = {
     **dict.fromkeys(["weight_decay", "clipnorm", "clipvalue", "ema_overwrite_frequency", "loss_scale_factor"]),
     **{"gradient_accumulation_steps": None, "use_ema": False, "ema_momentum": 0.99},
 }
-"""Arguments of every Keras optimizer without an effect on a wrapper; Keras 3.0 to 3.11 save them with these values."""
+"""Arguments of every Keras optimizer that have no effect on a wrapper. Keras 3.0 to 3.11 save these values."""
 
 
 def require_no_base_arguments(arguments: dict[str, Any]) -> None:
-    """Raise `ValueError`, in Keras's words, for arguments that belong on the inner optimizer, and for unknown ones."""
+    """Raise Keras's `ValueError` for arguments that belong to the inner optimizer, and for unknown arguments."""
     if unknown := [name for name in arguments if name not in _BASE_ARGUMENTS]:
         raise ValueError(f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`")
     for name, value in arguments.items():
@@ -210,7 +212,7 @@ def require_no_base_arguments(arguments: dict[str, Any]) -> None:
 
 
 def require_policy_or_number(loss_scale: Any) -> None:
-    """Raise `PolicyError` for an object with the methods of a loss scale manager, which changes its own variables."""
+    """Raise `PolicyError` for a loss scale manager, which is not a policy because it changes its own variables."""
     if hasattr(loss_scale, "update_loss_scale"):
         raise PolicyError(
             f"{type(loss_scale).__name__} is a loss scale manager, which updates variables of its own; pass a policy: "

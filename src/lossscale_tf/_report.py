@@ -1,4 +1,4 @@
-"""A report on the variables with gradients that overflowed."""
+"""A report on the variables with NaN or infinity in their gradients."""
 
 from typing import Any
 
@@ -9,25 +9,25 @@ from lossscale_tf._verbs import all_finite, at_least_float32, is_gradient, summe
 
 
 def overflow_report(grads_and_vars: Any, *, loss: Any = None) -> OverflowReport:
-    """Report each variable with a gradient that holds NaN or infinity, and the cause.
+    """Report on each variable with NaN or infinity in its gradient, and on the cause.
 
     Call it eagerly, after a skipped step. Reads every gradient and synchronises with the host.
 
     Args:
         grads_and_vars: The (gradient, variable) pairs of the step. Duplicates of `IndexedSlices` are summed.
-        loss: The loss of the step, unscaled: a tensor or a number. It shows the cause. Gradients alone do not,
-            since an overflow of the backward pass may leave NaN and no infinity.
+        loss: The unscaled loss of the step: a tensor or a number. The report needs it to name the cause, because an
+            overflow of the backward pass may leave only NaN in the gradients.
 
     Returns:
-        A list of `GradientReport`, one for each such variable, by its name; empty where nothing overflowed. Its
-            `verdict` says whether a smaller loss scale helps.
+        A list of `GradientReport`, one for each such variable, with its name; empty if nothing overflowed. The
+            `verdict` of the list says whether a smaller loss scale helps.
 
     Raises:
-        RuntimeError: The call is in a graph, which has no numbers yet.
+        RuntimeError: The caller is in a graph, which has no numbers yet.
         TypeError: `grads_and_vars` is not made of pairs.
     """
     if not tf.executing_eagerly():
-        raise RuntimeError("overflow_report reads numbers, which a graph has not; call it outside of tf.function")
+        raise RuntimeError("overflow_report reads numbers, and a graph has none yet; call it outside of tf.function")
     pairs = require_pairs(grads_and_vars, "overflow_report")
     checked = [(summed_values(grad), variable) for grad, variable in pairs if is_gradient(grad)]
     bad = [

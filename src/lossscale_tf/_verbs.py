@@ -21,7 +21,7 @@ def init_state(policy: Any, *, device: str | None = None) -> ScaleState:
 
     Args:
         policy: Anything that `as_policy` accepts.
-        device: The name of the device to place the state on; TensorFlow's own choice if left out.
+        device: The name of the device of the state. If left out, TensorFlow chooses it.
 
     Returns:
         The policy's NamedTuple of tensors of shape `()`, in float32 and int32.
@@ -44,7 +44,7 @@ def scale(loss: Tree, state: ScaleState) -> Tree:
         state: The policy's state; its `loss_scale` is float32 of shape `()`.
 
     Returns:
-        The scaled loss, in the structure of `loss` and in float32 or wider; differentiate it.
+        The scaled loss, in the structure of `loss` and in float32 or wider. Differentiate this loss.
 
     Raises:
         TypeError: `state` is not a state.
@@ -60,20 +60,21 @@ def scale_by(loss: Tree, loss_scale: tf.Tensor) -> Tree:
 def all_finite(grads: Any, *, across_replicas: bool = False) -> tf.Tensor:
     """Check whether every gradient element is finite. Exact: large finite values are never flagged.
 
-    In a graph nothing synchronises with the host. Eagerly the host reads whether a second check is needed.
+    In a graph nothing synchronises with the host. Eagerly the host reads one bool, to decide whether a second check
+    is necessary.
 
     Args:
         grads: A nested structure of tensors and `IndexedSlices` of any float or complex dtype. Duplicate indices are
-            summed first. `None` and integer leaves do not count, and an empty structure is finite.
-        across_replicas: Whether to combine the flag over the replicas of the current `tf.distribute` strategy. Then
-            the call must be made in its replica context.
+            summed first. None and integer leaves do not count, and an empty structure is finite.
+        across_replicas: Whether to combine the flag over the replicas of the current `tf.distribute` strategy. The
+            caller must then be in a replica context.
 
     Returns:
         A bool tensor of shape `()`.
 
     Raises:
         TypeError: A leaf is neither a tensor nor a number nor None.
-        RuntimeError: `across_replicas` is set outside of a replica context.
+        RuntimeError: `across_replicas` is set, and the caller is not in a replica context.
     """
     leaves = [leaf for leaf in tf.nest.flatten(grads) if is_gradient(leaf)]
     finite = finite_when_unscaled([x if isinstance(x, tf.IndexedSlices) else tf.convert_to_tensor(x) for x in leaves])
@@ -89,7 +90,7 @@ def unscale(grads: Tree, state: ScaleState) -> Tree:
 
     Returns:
         The gradients in the same structure. float16 and bfloat16 leaves become float32, others keep their own
-        dtype. `IndexedSlices` stay sparse; `None` and integer leaves are returned as they are.
+        dtype. `IndexedSlices` stay sparse. None and integer leaves are returned unchanged.
 
     Raises:
         TypeError: `state` is not a state, or a leaf is neither a tensor nor a number nor None.
@@ -104,21 +105,23 @@ def unscale_by(grads: Tree, loss_scale: tf.Tensor) -> Tree:
 
 
 def inverse_of(loss_scale: tf.Tensor) -> tf.Tensor:
-    """Return the factor that unscales gradients: a normal float32 for each valid scale, cheaper than a quotient."""
-    return tf.raw_ops.RealDiv(x=1.0, y=loss_scale)  # eagerly takes a quarter of the time of `/`, which converts the 1.0
+    """Return the factor that unscales gradients. It is a normal float32 for each valid scale."""
+    return tf.raw_ops.RealDiv(
+        x=1.0, y=loss_scale
+    )  # takes a quarter of the time of an eager `/`, which converts the 1.0
 
 
 def select(grads_finite: tf.Tensor | bool, new: Tree, old: Tree) -> Tree:
     """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
 
     Args:
-        grads_finite: A bool tensor of shape `()`, which causes no synchronisation; or a Python bool, which returns
-            the leaves of one side unchanged.
+        grads_finite: A bool tensor of shape `()`, which does not synchronise; or a Python bool, for which the leaves
+            of `new` or `old` are returned unchanged.
         new: A nested structure of tensors and None.
         old: The same structure, with the same shapes.
 
     Returns:
-        The leaves of `new` or those of `old`.
+        The leaves of `new` or the leaves of `old`.
 
     Raises:
         ValueError: The structures or shapes differ.
@@ -140,7 +143,7 @@ def select(grads_finite: tf.Tensor | bool, new: Tree, old: Tree) -> Tree:
 
 
 def times(tensor: Any, factor: Any) -> Gradient:
-    """Multiply a tensor or `IndexedSlices` by a factor of shape `()`, halves and whole numbers in float32."""
+    """Multiply a tensor or `IndexedSlices` by a factor of shape `()`, in float32 or wider."""
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(times(tensor.values, factor), tensor.indices, tensor.dense_shape)
     wide = at_least_float32(tensor)
@@ -148,7 +151,7 @@ def times(tensor: Any, factor: Any) -> Gradient:
 
 
 def cast_for(variable: Any, grad: Gradient, factor: tf.Tensor | None = None) -> Gradient:
-    """Multiply a gradient by `factor`, if it is not None, and cast it to its variable's dtype."""
+    """Multiply a gradient by `factor`, unless that is None, and cast it to the dtype of its variable."""
     grad, dtype = grad if factor is None else times(grad, factor), tf.as_dtype(variable.dtype).base_dtype
     if grad.dtype == dtype:
         return grad
@@ -158,7 +161,7 @@ def cast_for(variable: Any, grad: Gradient, factor: tf.Tensor | None = None) -> 
 
 
 def is_gradient(leaf: Any) -> bool:
-    """Return whether `leaf` holds floats, real or complex; `TypeError` unless it is a tensor, a number or None."""
+    """Return whether `leaf` holds real or complex floats; raise `TypeError` unless it is a tensor, a number or None."""
     if isinstance(leaf, tf.Tensor | tf.Variable | tf.IndexedSlices):
         dtype = leaf.dtype
     elif leaf is None or isinstance(leaf, bool | int):
@@ -173,9 +176,9 @@ def is_gradient(leaf: Any) -> bool:
 def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = None) -> tf.Tensor:
     """Return whether all leaves are finite before and after unscaling in float32 or wider.
 
-    For float32 and wider, a finite sum of squares proves that all elements, and the sums of duplicates, are finite; it
-    takes one read at memory speed. Elements are tested one by one only if that sum is not finite, or if the scale is
-    below 1.
+    For float32 and wider, a finite sum of squares proves that all elements and all sums of duplicate indices are
+    finite. It takes one read at memory speed. Each element is tested only if that sum is not finite, or if the scale
+    is below 1.
     """
     halves = [leaf for leaf in leaves if leaf.dtype not in WIDE]
     wide = [leaf for leaf in leaves if leaf.dtype in WIDE]
@@ -191,7 +194,7 @@ def finite_when_unscaled(leaves: list[Gradient], loss_scale: tf.Tensor | None = 
 
 
 def _unless(proof: tf.Tensor, test: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Return true if `proof` is, else the result of the test; eagerly the host reads the proof."""
+    """Return `proof` if it is true, else the result of the test. Eagerly the host reads the proof."""
     if tf.executing_eagerly():
         return proof if bool(proof) else test()
     return tf.cond(proof, lambda: proof, test)
@@ -199,17 +202,17 @@ def _unless(proof: tf.Tensor, test: Callable[[], tf.Tensor]) -> tf.Tensor:
 
 def _elements_finite(leaves: list[Gradient]) -> tf.Tensor:
     values = [summed_values(leaf) for leaf in leaves]
-    # In float32 if they are float8, for which TensorFlow has few operations.
+    # float8 becomes float32, because TensorFlow has few operations for float8.
     values = [at_least_float32(tensor) if tensor.dtype.size == 1 else tensor for tensor in values]
     parts = [part for tensor in values for part in _real_parts(tensor)]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in parts]) if parts else tf.constant(True)
 
 
 def summed_values(leaf: Gradient) -> tf.Tensor:
-    """Return the values of `leaf`, those of duplicate indices summed."""
+    """Return the values of `leaf`. The values of duplicate indices are summed."""
     if not isinstance(leaf, tf.IndexedSlices):
         return tf.convert_to_tensor(leaf)
-    # Not converted to a dense tensor, which would be as large as the whole embedding.
+    # A dense tensor would be as large as the whole embedding.
     unique, positions = tf.unique(leaf.indices)
     return tf.math.unsorted_segment_sum(leaf.values, positions, tf.size(unique))
 
@@ -219,6 +222,6 @@ def _real_parts(tensor: tf.Tensor) -> tuple[tf.Tensor, ...]:
 
 
 def at_least_float32(tensor: Any) -> tf.Tensor:
-    """Return a tensor in the dtype in which it is scaled: halves and whole numbers in float32."""
+    """Return a tensor in float32, or unchanged if it is wider. Whole numbers become float32, too."""
     tensor = tf.convert_to_tensor(tensor)
     return tensor if tensor.dtype in WIDE else tf.cast(tensor, tf.float32)

@@ -12,8 +12,8 @@ from lossscale_tf._verbs import WIDE, Gradient
 
 
 def scales_already(optimizer: Any) -> bool:
-    """Return whether an optimizer scales losses: a wrapper of TensorFlow, Keras, tf_keras or this package."""
-    # By name, since tf_keras need not be installed.
+    """Return whether an optimizer is already a loss scale optimizer of TensorFlow, Keras, tf_keras or this package."""
+    # By name, because tf_keras may not be installed.
     return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
 
 
@@ -39,38 +39,41 @@ class Mark(NamedTuple):
     """The mark of a gradient, in its attribute `_loss_scaling`."""
 
     loss: Any
-    """The loss that it is a gradient of: its `owner`, which is what has scaled it, and its `loss_scale`."""
+    """The mark of its loss, which has the `owner` that scaled the loss, and the `loss_scale`."""
     kind: Literal["scaled", "unscaled", "computed"]
-    """"scaled" was given to be unscaled, "unscaled" is the result, and "computed" comes from `compute_gradients`."""
+    """"scaled" before `get_unscaled_gradients`, "unscaled" after it, or "computed" by `compute_gradients`."""
     origin: Any = None
-    """In a graph, the gradient before it was unscaled. When it is applied, one product unscales and clips it, and
-    TensorFlow prunes the unscaled tensor, which saves a write and a read of all gradients."""
+    """In a graph, the gradient before it was unscaled. The step unscales and clips this gradient by one product.
+    TensorFlow then prunes the unscaled tensor, which saves a write and a read of all gradients."""
 
 
 def mark_of(leaf: Any, owner: Any) -> Mark | None:
     """Return the mark that an optimizer has set on a gradient, or None."""
-    found = getattr(leaf, "_loss_scaling", None)
-    return found if isinstance(found, Mark) and found.loss.owner is owner else None
+    mark = getattr(leaf, "_loss_scaling", None)
+    return mark if isinstance(mark, Mark) and mark.loss.owner is owner else None
 
 
 def mark_gradient(loss: Any, leaf: Gradient, grad: Any, kind: Any) -> None:
-    """Mark a gradient before and after unscaling; in a graph with its origin, unless its dtype has changed."""
-    leaf._loss_scaling = unscaled = Mark(loss, kind)
+    """Mark an unscaled gradient `leaf`, and `grad`, from which it was computed.
+
+    In a graph, the mark contains `grad` as the origin of `leaf`, unless their dtypes differ.
+    """
+    leaf._loss_scaling = mark = Mark(loss, kind)
     if isinstance(leaf, tf.IndexedSlices):
-        leaf.values._loss_scaling = unscaled
+        leaf.values._loss_scaling = mark
     if isinstance(grad, tf.Tensor | tf.IndexedSlices):  # it may also be a number, or an array
         grad._loss_scaling = Mark(loss, "scaled")
         if not tf.executing_eagerly() and leaf.dtype == grad.dtype and leaf.dtype in WIDE:
-            leaf._loss_scaling = unscaled._replace(origin=grad)
+            leaf._loss_scaling = mark._replace(origin=grad)
 
 
 def origins(grads: list[Gradient]) -> tuple[list[Gradient], tf.Tensor | None]:
-    """Return gradients as they were before unscaling in this graph, and their scale.
+    """Return the gradients before they were unscaled in this graph, and their common scale.
 
     If they have no common scale, return them unchanged, and None.
     """
-    marks = [getattr(grad, "_loss_scaling", None) for grad in grads]
-    found = [mark for mark in marks if isinstance(mark, Mark) and mark.origin is not None]
-    if len(found) < len(grads) or len({id(mark.loss.loss_scale) for mark in found}) != 1:
+    attributes = (getattr(grad, "_loss_scaling", None) for grad in grads)
+    marks = [mark for mark in attributes if isinstance(mark, Mark) and mark.origin is not None]
+    if len(marks) < len(grads) or len({id(mark.loss.loss_scale) for mark in marks}) != 1:
         return grads, None
-    return [mark.origin for mark in found], found[0].loss.loss_scale
+    return [mark.origin for mark in marks], marks[0].loss.loss_scale

@@ -347,7 +347,7 @@ def test_promises_072_080_each_exactly_once(mode):
     for wrong, words in (
         (
             lambda two: two.apply(two.scaled(0, 1.0), 0),
-            r"get_unscaled_gradients was not.* apply what get_unscaled_grad",
+            r"get_unscaled_gradients was not.* apply the result of get_unscaled_grad",
         ),
         (of_an_unscaled_loss, r"read optimizer.loss_scale before apply_gradients"),
         (lambda two: two.unscale(two.unscale(two.scaled(0, 1.0))), "unscaled already"),

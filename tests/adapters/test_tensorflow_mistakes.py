@@ -63,7 +63,7 @@ def test_one_optimizer_in_two_wrappers():
     [
         ("loss_scale", 4.0, r"loss_scale=4\.0 cannot be set, .*load_state_dict"),
         ("initial_scale", 4.0, r"initial_scale=4\.0 cannot be set; .* another policy"),
-        ("dynamic_growth_steps", 5, "dynamic_growth_steps is of dynamic scaling"),
+        ("dynamic_growth_steps", 5, "dynamic_growth_steps belongs to dynamic scaling"),
     ],
 )
 def test_what_cannot_be_set(name, value, words):

@@ -1,4 +1,4 @@
-"""Calls to an inner Keras optimizer through the interface of its generation: Keras 3, or tf_keras's two."""
+"""Calls to an inner optimizer by the interface of its generation: Keras 3, tf_keras, or legacy in tf_keras."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lossscale_tf._wrappers import scales_already
 
 
 def require_tensorflow() -> None:
-    """Raise `RuntimeError` if Keras runs on another backend; its trainer could not trace this package's steps."""
+    """Raise `RuntimeError` if Keras runs on another backend, where its trainer could not trace this package's steps."""
     backend = keras.backend.backend()
     if backend != "tensorflow":
         raise RuntimeError(
@@ -25,7 +25,7 @@ def require_tensorflow() -> None:
 
 
 def require_no_session() -> None:
-    """Raise `RuntimeError` in a graph for sessions, since Keras's optimizers return nothing that a session can run."""
+    """Raise `RuntimeError` in a graph for sessions: Keras's optimizers return no operation that a session could run."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise RuntimeError(
             "in a tf.Graph a Keras optimizer returns no operation that a session could run, and trains nothing; use "
@@ -51,16 +51,16 @@ def require_optimizer(inner: Any) -> None:
 
 
 def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
-    """Return the constructor's arguments from a config, which is not changed.
+    """Return the constructor's arguments from a config, and leave the config unchanged.
 
-    Supported configs are those of this wrapper, of Keras 3's wrapper, and of `tf.keras.mixed_precision`'s two wrappers.
+    The config may come from this wrapper, from Keras 3's wrapper, or from a wrapper of `tf.keras.mixed_precision`.
     """
     config = copy.deepcopy(config)
     config.pop("learning_rate", None)  # the wrapper has no learning rate
     inner = config.pop("inner_optimizer", None) or config.pop("optimizer")
-    config["inner_optimizer"] = _deserialized(inner, custom_objects) if isinstance(inner, dict) else inner
+    config["inner_optimizer"] = _deserialize(inner, custom_objects) if isinstance(inner, dict) else inner
     loss_scale = config.pop("loss_scale", None)
-    if isinstance(loss_scale, dict) and "class_name" in loss_scale:  # of the experimental API
+    if isinstance(loss_scale, dict) and "class_name" in loss_scale:  # a config of the experimental API
         policy_type = FixedLossScale if loss_scale["class_name"] == "FixedLossScale" else DynamicLossScale
         loss_scale = policy_type(**loss_scale["config"])
     if config.get("policy") is not None:
@@ -72,9 +72,9 @@ def arguments_of(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
     return config
 
 
-def _deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
-    """Return the optimizer of a config, which is of Keras 3 or of tf_keras."""
-    if _is_of_tf_keras(config):  # Keras 3 would read its class names as its own
+def _deserialize(config: dict[str, Any], custom_objects: Any) -> Any:
+    """Make the optimizer of a config, which comes from Keras 3 or from tf_keras."""
+    if _is_of_tf_keras(config):  # Keras 3 has optimizers of the same names
         import tf_keras
 
         return tf_keras.optimizers.deserialize(config, custom_objects)
@@ -85,21 +85,21 @@ def _deserialized(config: dict[str, Any], custom_objects: Any) -> Any:
 
 
 def _is_of_tf_keras(config: dict[str, Any]) -> bool:
-    """Return whether a config is of a tf_keras optimizer, which calls its module `keras`, too."""
+    """Return whether a config comes from tf_keras, which may also write `keras` as its module."""
     module, settings = str(config.get("module")), config.get("config", {})
     if module.startswith("tf_keras.") or module == "keras.optimizers.legacy":
         return True
-    # Older configs name no module, and only optimizers of tf_keras have ever had `decay`.
+    # Older configs have no module. Only optimizers of tf_keras have ever had `decay`.
     return "is_legacy_optimizer" in settings or ("decay" in settings and "module" not in config)
 
 
 def as_tensorflow(variables: Any) -> list[Any]:
-    """Return TensorFlow's variables, also from within Keras 3's variables."""
-    return [each.value if isinstance(each, keras.Variable) else each for each in variables]
+    """Return variables of TensorFlow: the value of each Keras 3 variable, and other variables unchanged."""
+    return [v.value if isinstance(v, keras.Variable) else v for v in variables]
 
 
 def build(inner: Any, variables: Any) -> None:
-    """Create the optimizer's variables."""
+    """Create the variables of the inner optimizer."""
     if isinstance(inner, keras.optimizers.Optimizer):
         inner.build(variables)
     elif hasattr(inner, "build"):
@@ -109,9 +109,9 @@ def build(inner: Any, variables: Any) -> None:
 
 
 def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
-    """Let an optimizer of tf_keras apply gradients that are summed over the replicas already."""
+    """Let an optimizer of tf_keras apply gradients that are already summed over the replicas."""
     summed = {"skip_gradients_aggregation": True}
-    if hasattr(inner, "_create_slots"):  # a legacy optimizer, which refuses its argument with a parameter server
+    if hasattr(inner, "_create_slots"):  # a legacy optimizer, which rejects this argument with a parameter server
         sums = is_distributed() or own_aggregator(inner) is not None
         summed = {"experimental_aggregate_gradients": False} if sums else {}
     inner.apply_gradients(zip(grads, as_tensorflow(variables), strict=True), **summed)
@@ -119,14 +119,14 @@ def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
 
 def set_iterations(inner: Any, value: Any) -> None:
     """Set the count of applied steps."""
-    # Keras 3 counts micro-batches in it, and divides by their number in a step when it is read:
+    # Keras 3's variable counts micro-batches; reading `iterations` divides by their number per step:
     # https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers/base_optimizer.py
     counter = inner._iterations if isinstance(inner, keras.optimizers.Optimizer) else inner.iterations
     counter.assign(value * (getattr(inner, "gradient_accumulation_steps", None) or 1))
 
 
 def own_aggregator(inner: Any) -> Callable[[list[Any], list[Any]], list[Any]] | None:
-    """Return a function that sums gradients as a legacy optimizer's own `gradient_aggregator` does, if it has one."""
+    """Return a function that sums gradients by the user's `gradient_aggregator` of a legacy optimizer, or None."""
     aggregator = getattr(inner, "gradient_aggregator", None)
     if aggregator is None or getattr(aggregator, "__name__", "") == "all_reduce_sum_gradients":  # the default
         return None

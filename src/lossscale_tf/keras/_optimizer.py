@@ -1,4 +1,4 @@
-"""`LossScaleOptimizer`: that of `lossscale_keras`, with the methods and names that TensorFlow's documents promise."""
+"""`LossScaleOptimizer`: a subclass of `lossscale_keras`'s class with the methods that TensorFlow documents."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -21,39 +21,39 @@ from lossscale_tf.keras import _inner
 from lossscale_tf.keras._slots import Slots
 
 _apply_gradients: ContextVar[tuple[Any, bool]] = ContextVar("_apply_gradients", default=(None, False))
-"""The optimizer whose `apply_gradients` calls `apply`, and whether its gradients are summed over replicas already."""
+"""In a call of `apply_gradients`: its optimizer, and whether the gradients are already summed over the replicas."""
 
 
 @keras.saving.register_keras_serializable("lossscale")
 class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
-    """A Keras optimizer that scales the loss, unscales the gradients, and skips the steps that overflow.
+    """A Keras optimizer that scales the loss, unscales the gradients, and skips steps that overflow.
 
     ```python
     optimizer = LossScaleOptimizer(keras.optimizers.Adam(), "dynamic")
     model.compile(optimizer, loss)            # under mixed_float16, fit scales the loss
     ```
 
-    In a loop of your own call `minimize`, or `get_scaled_loss` before the tape's gradient, `get_unscaled_gradients`
-    after it, then `apply_gradients`, as with `tf.keras.mixed_precision`. What is not documented here is as in
-    `lossscale_keras.LossScaleOptimizer`.
+    In a loop of your own, call `minimize`. Or call `get_scaled_loss` before the tape's gradient,
+    `get_unscaled_gradients` after it, and then `apply_gradients`, as with `tf.keras.mixed_precision`. For everything
+    else, see `lossscale_keras.LossScaleOptimizer`.
 
     Args:
-        inner_optimizer: A Keras 3 or tf_keras optimizer; `optimizer` is an older name of this argument.
-        loss_scale: "dynamic", the documents' rule, which begins at 2**15; a bool, as for `dynamic`; or anything else
-            that `as_policy` accepts.
+        inner_optimizer: A Keras 3 or tf_keras optimizer. An older name of this argument is `optimizer`.
+        loss_scale: "dynamic", which is the documented rule and starts at 2**15; a bool, as for `dynamic`; or anything
+            else that `as_policy` accepts.
         initial_scale: The first scale of dynamic scaling, 2**15 if left out; or the scale, if `dynamic` is False.
-        dynamic_growth_steps: The finite steps after which a dynamic scale grows; 2000 if left out.
-        dynamic: Whether the scale adapts.
+        dynamic_growth_steps: The number of finite steps after which a dynamic scale grows; 2000 if left out.
+        dynamic: Whether the scale changes during training.
         policy: Anything that `as_policy` accepts, instead of the four arguments before.
         global_clipnorm: As in `lossscale_keras`.
         guard: As in `lossscale_keras`.
-        name: The optimizer's name.
-        **base_arguments: Other arguments of Keras's optimizers; only their default values are allowed.
+        name: The name of the optimizer.
+        **base_arguments: Other arguments of Keras's optimizers. Only their default values are allowed.
 
     Raises:
-        TypeError: `inner_optimizer` is not a Keras optimizer, or scales the loss already.
-        ValueError: The arguments contradict each other, or another wrapper has this optimizer.
-        RuntimeError: Keras runs on another backend than TensorFlow.
+        TypeError: `inner_optimizer` is not a Keras optimizer, or it scales the loss already.
+        ValueError: The arguments contradict each other, or the inner optimizer is in another wrapper.
+        RuntimeError: Keras runs on a backend other than TensorFlow.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         self._steps = _Steps()
 
     def get_scaled_loss(self, loss: Tree) -> Tree:
-        """Scale a loss, to take a tape's gradient of it.
+        """Scale a loss. Pass the result to a tape's `gradient`.
 
         Args:
             loss: A tensor of any float dtype, a nested structure of them, or a callable that returns one.
 
         Returns:
-            The loss scaled, in float32 or wider; a callable for a callable.
+            The scaled loss, in float32 or wider. For a callable, a callable that returns the scaled loss.
 
         Raises:
             CallOrderError: The loss is scaled already.
@@ -106,14 +106,14 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
         Args:
             grads: A nested structure of tensors, `IndexedSlices` and None: gradients of a scaled loss.
-            loss: The scaled loss itself, if another loss was scaled after it.
+            loss: The scaled loss of these gradients, if you scaled another loss after it.
 
         Returns:
             The gradients in the same structure, in float32 or wider.
 
         Raises:
-            CallOrderError: The gradients were unscaled before.
-            ValueError: `loss` was not scaled by this optimizer.
+            CallOrderError: The gradients are unscaled already.
+            ValueError: This optimizer did not scale `loss`.
         """
         if any((mark := mark_of(leaf, self._losses)) and mark.kind != "scaled" for leaf in tf.nest.flatten(grads)):
             raise CallOrderError("these gradients are unscaled already; call get_unscaled_gradients once a step")
@@ -121,14 +121,14 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         return self._unscaled(grads, self._losses.unscale(named), "unscaled")
 
     def _unscaled(self, grads: Any, loss: Any, kind: Any) -> Any:
-        """Return gradients divided by the scale of their loss, and mark them."""
+        """Divide gradients by the scale of their loss, and mark them."""
         unscaled = unscale_by(grads, loss.loss_scale)
         for leaf, grad in zip(tf.nest.flatten(unscaled), tf.nest.flatten(grads), strict=True):
             if is_gradient(leaf):
                 mark_gradient(loss, leaf, grad, kind)
         return unscaled
 
-    # Not marked `unconverted`: AutoGraph converts a user's loss only if it has converted all callers in between.
+    # Without `unconverted`, because AutoGraph converts a user's loss only if it has converted all callers in between.
     def minimize(
         self,
         loss: Any,
@@ -174,7 +174,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         """
         _inner.require_no_session()
         tape, grad_loss = _loss_arguments(loss, tape, grad_loss)
-        # A tape that is closed already is entered again, as in tf_keras, since it must record the multiplication, too.
+        # The multiplication must be recorded, too. Like tf_keras, enter the user's tape again, even if it is closed.
         tape = tape or tf.GradientTape()
         with tape:
             value = loss() if callable(loss) else loss
@@ -182,7 +182,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             loss_scale = self._losses.present()
             scaled = scale_by(value, loss_scale)
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)  # the loss may create them
-        if grad_loss is not None:  # in the dtype of the scaled loss, which is wider than that of half losses
+        if grad_loss is not None:  # in the dtype of the scaled loss, which is float32 for a loss in float16
             grad_loss = tf.nest.map_structure(lambda grad, loss: tf.cast(grad, loss.dtype), grad_loss, scaled)
         return self._computed(tape.gradient(scaled, variables, output_gradients=grad_loss), variables, loss_scale)
 
@@ -201,7 +201,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             A gradient for each variable, in float32 or wider.
 
         Raises:
-            ValueError: The loss has no gradient with respect to a variable, or is an eager tensor.
+            ValueError: The loss has no gradient with respect to a variable, or it is an eager tensor.
         """
         if callable(loss):
             pairs = self.compute_gradients(loss, params)
@@ -220,47 +220,48 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **aggregation: Any) -> None:
         """Apply gradients if all of them are finite on every replica, else skip the step.
 
-        The gradients must be unscaled, except if `scale_loss` scaled the last loss, as Keras does in `fit`. They are
-        summed over replicas first.
+        The gradients must be unscaled, unless `scale_loss` scaled the last loss, as in `fit`. The step first sums them
+        over the replicas.
 
         Args:
             grads_and_vars: (gradient, variable) pairs; a gradient may be None.
             name: Not used.
-            **aggregation: `experimental_aggregate_gradients=False` or `skip_gradients_aggregation=True` says that the
-                gradients are summed already.
+            **aggregation: Pass `experimental_aggregate_gradients=False` or `skip_gradients_aggregation=True` if you
+                have summed the gradients already.
 
         Returns:
-            The count of applied steps: in a graph a tensor that is ready when the step has ended, to wait for by
-                `tf.control_dependencies`, or to return; eagerly the inner optimizer's variable.
+            The count of applied steps. Eagerly it is the inner optimizer's variable. In a graph it is a tensor that is
+                ready when the step has ended. Return it, or wait for it by `tf.control_dependencies`.
 
         Raises:
-            CallOrderError: `get_scaled_loss` was called, `get_unscaled_gradients` never, and the scale was never read.
+            CallOrderError: `get_scaled_loss` was called, but `get_unscaled_gradients` was never called and the scale
+                was never read.
             TypeError: `grads_and_vars` is not a list of pairs.
             ValueError: No variable has a gradient.
         """
         grads, variables = _keras_pairs(grads_and_vars)
         token = _apply_gradients.set((self, _are_summed(aggregation)))
         try:
-            self.apply(grads, variables)  # as Keras does, so that a subclass may override it
+            self.apply(grads, variables)  # so that a subclass may override `apply`, as in Keras
         finally:
             _apply_gradients.reset(token)
         iterations = self.inner_optimizer.iterations
-        # TensorFlow lets a read wait for the operation that may have set the variable: the branch that takes the step.
+        # TensorFlow lets a read wait for operations that may set the variable. Here that is the branch with the step.
         return iterations if tf.executing_eagerly() else tf.convert_to_tensor(iterations)
 
     @unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Any = None, *, loss: Any = None) -> None:
-        """Apply gradients of a scaled loss; unscale them first unless `get_unscaled_gradients` did.
+        """Apply gradients of a scaled loss. Unscale them first, unless `get_unscaled_gradients` has done so.
 
         Keras 3 calls this method in `fit`.
 
         Args:
             grads: A gradient or None for each variable.
-            trainable_variables: The variables; if left out, those that the optimizer was built with.
-            loss: The scaled loss itself, if another loss was scaled after it.
+            trainable_variables: The variables. If left out, the variables that the optimizer was built with.
+            loss: The scaled loss of these gradients, if you scaled another loss after it.
 
         Raises:
-            ValueError: `loss` was not scaled by this optimizer, or there are more or fewer gradients than variables.
+            ValueError: This optimizer did not scale `loss`, or there are more or fewer gradients than variables.
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         gradients = list(grads)
@@ -280,7 +281,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     @property
     def steps_with_missing_calls(self) -> int:
-        """The number of steps in a loop of your own that missed scaling or unscaling. Synchronises with the host."""
+        """The number of steps of your loop without scaling or unscaling. Synchronises with the host."""
         return int(self._steps.missing.numpy())
 
     @property
@@ -306,15 +307,15 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
     def dynamic_growth_steps(self) -> int | None:
         """The policy's growth interval; None for a fixed scale.
 
-        Setting it replaces the policy; it may be set below the present count. A step that was traced before keeps the
-        old interval, and a warning says so.
+        Setting it replaces the policy. The new interval may be below the current count. A step that is traced already
+        keeps the old interval, and a warning says so.
         """
         return BaseScaling.of(self.policy).growth_interval if self.dynamic else None
 
     @dynamic_growth_steps.setter
     def dynamic_growth_steps(self, steps: int) -> None:
         if not self.dynamic:
-            raise AttributeError(f"dynamic_growth_steps is of dynamic scaling, and the policy is {self.policy}")
+            raise AttributeError(f"dynamic_growth_steps belongs to dynamic scaling, and the policy is {self.policy}")
         self.policy = dataclasses.replace(self.policy, growth_interval=steps)  # type: ignore[type-var]
         if self._steps.is_traced:
             warn_caller(
@@ -324,14 +325,14 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     @property
     def weights(self) -> list[tf.Variable]:
-        """The inner optimizer's variables, in the order in which they were made."""
+        """The inner optimizer's variables, in the order in which it created them."""
         return self._slots.weights()
 
     @property
     def variables(self) -> list[Any]:
-        """The wrapper's own variables, the state's among them, then the inner optimizer's.
+        """The variables of the wrapper, such as the state of the policy, then the variables of the inner optimizer.
 
-        Around an optimizer of tf_keras the list can also be called and returns itself, as in tf_keras.
+        Around an optimizer of tf_keras you may also call the list, as in tf_keras. The call returns the list.
         """
         variables = [*self._variables, *self.weights]
         return variables if isinstance(self.inner_optimizer, keras.optimizers.Optimizer) else _CallableList(variables)
@@ -374,7 +375,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         return self._slots.get(var, slot_name, self._trainable_variables)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Call this method of the inner optimizer, if it has one, at the end of `fit`, and log the state's events."""
+        """Log events of the loss scale, and call the inner optimizer's method. Keras calls it at the end of `fit`."""
         if tf.executing_eagerly():
             self._read_and_log()
         if hasattr(self.inner_optimizer, "finalize_variable_values"):
@@ -390,8 +391,8 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         """Make an optimizer from a config.
 
         Args:
-            config: A config of this wrapper, of Keras 3's wrapper, or of one of `tf.keras.mixed_precision`'s two. It is
-                not changed.
+            config: A config of this wrapper, of Keras 3's wrapper, or of a wrapper of `tf.keras.mixed_precision`. This
+                method does not change it.
             custom_objects: The user's classes that the inner optimizer's config names.
 
         Returns:
@@ -401,14 +402,14 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     def _warn_if_resumed(self) -> None:
         self._steps.has_begun = True
-        with tf.init_scope():  # leaves a trace, since variables have values only outside of it
+        with tf.init_scope():  # leaves a trace, because variables have values only outside of it
             if tf.executing_eagerly():
                 warn_if_resumed(self.policy, self._state.copy(), self.inner_optimizer.iterations)
 
     def _look_up(
         self, grads: list[Any], variables: list[Any], takes_scaled: bool, named: Any
     ) -> tuple[list[Any], tf.Tensor | None]:
-        """Return the gradients to apply, and the scale to divide them by; None if they are unscaled."""
+        """Return the gradients to apply, and the scale by which to divide them; None if they are unscaled."""
         marks = [mark_of(grad, self._losses) for grad in grads]
         scaled = [mark.loss for mark in marks if mark is not None and mark.kind == "scaled"]
         unscaled = next((mark.loss for mark in marks if mark is not None and mark.kind != "scaled"), None)
@@ -416,25 +417,26 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             self._check_calls(takes_scaled, unscaled is not None, bool(scaled))
         if unscaled is not None:
             self._losses.forget(unscaled)
-            pairs = zip(grads, variables, strict=True)  # the new values of float8 scales were divided, too
-            grads = [times(grad, unscaled.loss_scale) if self._is_overwritten(each) else grad for grad, each in pairs]
+            pairs = zip(grads, variables, strict=True)
+            # `get_unscaled_gradients` also divided the new values of float8 scales.
+            grads = [times(grad, unscaled.loss_scale) if self._is_overwritten(v) else grad for grad, v in pairs]
             return origins(grads)
         if named is None and len(scaled) == len(grads) and all(loss is scaled[0] for loss in scaled):
             named = scaled[0]
         return grads, self._losses.divisor(takes_scaled) if named is None else named.loss_scale
 
     def _check_calls(self, takes_scaled: bool, has_unscaled: bool, has_scaled: bool) -> None:
-        """Count a step that misses scaling or unscaling, and warn of the first one.
+        """Count a step without scaling or unscaling, and warn about the first such step.
 
-        Raises `CallOrderError` if nothing can have divided the gradients of a scaled loss.
+        Raise `CallOrderError` if the loop cannot have divided the gradients of a scaled loss.
         """
         losses = self._losses
         calls = {"get_scaled_loss": losses.is_scaled, "get_unscaled_gradients": losses.is_unscaled or takes_scaled}
         missing = [name for name, is_made in calls.items() if not is_made]
         if missing == ["get_unscaled_gradients"] and not losses.is_read:
             raise CallOrderError(
-                "get_scaled_loss was called and get_unscaled_gradients was not, so these gradients are taken to be "
-                "multiplied by the loss scale; apply what get_unscaled_gradients(grads) returns, or use minimize. If "
+                "get_scaled_loss was called and get_unscaled_gradients was not, so that these gradients seem to be "
+                "multiplied by the loss scale; apply the result of get_unscaled_gradients(grads), or use minimize. If "
                 "you have divided them, or their loss was not scaled, read optimizer.loss_scale before apply_gradients"
             )
         if missing or (has_unscaled and has_scaled):
@@ -443,13 +445,13 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
                 f"{' and '.join(missing)} not called before apply_gradients; call get_scaled_loss before the tape's "
                 "gradient and get_unscaled_gradients after it, each once a step, or use minimize"
                 if missing
-                else "some of these gradients were unscaled, and others were not; apply what get_unscaled_gradients "
-                "returns for all of them"
+                else "some of these gradients were unscaled, and others were not; pass all of them to "
+                "get_unscaled_gradients, and apply its result"
             )
         elif not has_unscaled:
             self._warn_if_divided(takes_scaled)
 
-    # ---- optimizers of tf_keras
+    # ---- calls to the inner optimizer, which may come from tf_keras
 
     _require_optimizer = staticmethod(_inner.require_optimizer)
     _build_inner = staticmethod(_inner.build)
@@ -460,12 +462,12 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         else:
             _inner.apply_summed(self.inner_optimizer, grads, variables)
 
-    # ---- names
+    # ---- attributes of the inner optimizer
 
     beta_1, beta_2 = forwarded("beta_1"), forwarded("beta_2")
     momentum, rho, decay = forwarded("momentum"), forwarded("rho"), forwarded("decay")
     lr = forwarded("learning_rate")
-    # Methods of tf_keras's optimizers that do not concern scaling.
+    # Methods of tf_keras's optimizers that have nothing to do with scaling.
     add_weight, aggregate_gradients = forwarded("add_weight"), forwarded("aggregate_gradients")
     gradient_aggregator = forwarded("gradient_aggregator")
 
@@ -480,7 +482,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
 
     @property
     def epsilon(self) -> float:
-        """Not a hyperparameter in the documents: the inner optimizer's is neither read nor set."""
+        """An attribute without effect: in TensorFlow's documents, `epsilon` is not a hyperparameter of the wrapper."""
         if "epsilon" not in self.__dict__:
             raise AttributeError
         return self.__dict__["epsilon"]
@@ -498,24 +500,24 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         return super().__getattr__(name)
 
     def __dir__(self) -> list[str]:
-        # TensorFlow's checkpoints search every object that lists this name for untracked slots: the inner optimizer's
-        # are found there, and would be saved twice.
+        # TensorFlow's checkpoints look for untracked slots in every object that lists this name. They find the slots in
+        # the inner optimizer already, and would save them twice.
         return [name for name in super().__dir__() if name != "get_slot_names"]
 
 
 class _Steps:
-    """What a wrapper knows of its own steps. TensorFlow's checkpoints do not look into it."""
+    """Flags and a counter for the steps of a wrapper, in an object that TensorFlow's checkpoints do not save."""
 
     def __init__(self) -> None:
         self.has_begun = self.is_traced = False
         with tf.init_scope():
             first = tf.VariableAggregation.ONLY_FIRST_REPLICA
             self.missing = tf.Variable(0, trainable=False, dtype=tf.int64, aggregation=first)
-            """The number of steps that missed a call."""
+            """The number of steps without scaling or unscaling."""
 
 
 class _CallableList(list[Any]):
-    """A list that returns itself when it is called, as `variables` of tf_keras's optimizers."""
+    """A list that returns itself if you call it, like `variables` of tf_keras's optimizers."""
 
     def __call__(self) -> "_CallableList":
         return self
@@ -531,7 +533,7 @@ def _loss_arguments(loss: Any, tape: Any, grad_loss: Any) -> tuple[tf.GradientTa
 
 
 def _keras_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
-    """Return gradients and variables of pairs; raise `TypeError` for anything else."""
+    """Return the gradients and the variables of pairs; raise `TypeError` if the value does not consist of pairs."""
     pairs = require_pairs(grads_and_vars, "apply_gradients")
     if not pairs:
         raise ValueError("grads_and_vars is empty, so that no variable has a gradient; pass (gradient, variable) pairs")
@@ -543,7 +545,7 @@ def _keras_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _are_summed(aggregation: dict[str, Any]) -> bool:
-    """Return whether gradients are summed over replicas already, by the argument of either tf_keras interface."""
+    """Return whether an argument of tf_keras's two interfaces says that gradients are already summed over replicas."""
     are_to_be_summed = bool(aggregation.pop("experimental_aggregate_gradients", True))
     are_to_be_summed &= not aggregation.pop("skip_gradients_aggregation", False)
     if aggregation:
@@ -552,7 +554,7 @@ def _are_summed(aggregation: dict[str, Any]) -> bool:
 
 
 def _present_gradients(grads: list[Any], variables: list[Any]) -> tuple[list[Gradient], list[Any]]:
-    """Return the gradients that are not None, and their variables; raise an error if none can be applied."""
+    """Return the gradients that are not None, and their variables; raise an error if there are none."""
     _inner.require_no_session()
     pairs = present_gradients(zip(grads, variables, strict=True))
     if not pairs:

@@ -1,4 +1,4 @@
-"""The slots and weights of a Keras optimizer of any generation, found by their names if it does not list them."""
+"""The slots of a Keras optimizer of any generation: its variables for each trained variable, such as Adam's moments."""
 
 import re
 from collections import defaultdict
@@ -10,9 +10,9 @@ import keras
 class Slots:
     """The slots of one inner optimizer.
 
-    Legacy optimizers of tf_keras have slots of TensorFlow's own kind. Of the others, Keras 3 names a slot
+    Legacy optimizers of tf_keras have a method for their slots. Other optimizers only name them: Keras 3 uses
     `<path>_<slot>`, and tf_keras `<slot>/<variable>`. If several variables have the same name, their slots are assigned
-    in order. Slots that were added one by one are stored here.
+    in order. This object stores the slots that `add` has added.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -20,7 +20,7 @@ class Slots:
         self._added: list[tuple[Any, str, Any]] = []
 
     def weights(self) -> list[Any]:
-        """Return the inner optimizer's variables, in the order in which they were made."""
+        """Return the inner optimizer's variables, in the order in which it created them."""
         return list(self._inner.weights if hasattr(self._inner, "_create_slots") else self._inner.variables)
 
     def add(self, variable: Any, name: str, initializer: Any) -> Any:
@@ -51,27 +51,27 @@ class Slots:
             return None
 
     def _find(self, variables: list[Any]) -> dict[tuple[int, str], Any]:
-        """Return the slots by the id of their variable and their own name, in the order in which they were made."""
+        """Return the slots by the id of their variable and the name of the slot, in the order of their creation."""
         owners = defaultdict(list)
         for variable in variables:
             owners[getattr(variable, "path", variable.name)].append(variable)
-        alike = defaultdict(list)
+        groups = defaultdict(list)
         added = {id(slot) for _, _, slot in self._added}
         for slot in self.weights():
-            # The longest name first: the name of a slot of `dense_kernel` also begins with `dense`.
-            owner, name = _parts(slot.name, sorted(owners, key=len, reverse=True))
+            # The longest name first, because the name of a slot of `dense_kernel` also begins with `dense`.
+            owner, name = _split_name(slot.name, sorted(owners, key=len, reverse=True))
             if name and id(slot) not in added:
-                alike[owner, name].append(slot)
-        found = {
+                groups[owner, name].append(slot)
+        slots_of_inner = {
             (id(variable), name): slot
-            for (owner, name), slots in alike.items()
+            for (owner, name), slots in groups.items()
             for variable, slot in zip(owners[owner], slots, strict=False)
         }
-        return found | {(id(variable), name): slot for variable, name, slot in self._added}
+        return slots_of_inner | {(id(variable), name): slot for variable, name, slot in self._added}
 
 
-def _parts(slot: str, owners: list[str]) -> tuple[str, str]:
-    """Return the owner of a variable of this name and the slot's name there; an empty one if it has no owner."""
+def _split_name(slot: str, owners: list[str]) -> tuple[str, str]:
+    """Return the owner of a variable named `slot`, and the name of the slot; two empty names without an owner."""
     for owner in owners:
         if slot.endswith(f"/{owner}"):
             return owner, slot.removesuffix(f"/{owner}").rpartition("/")[2]

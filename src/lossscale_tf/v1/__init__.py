@@ -5,8 +5,8 @@ optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.AdamOptimizer(), "dynamic")
 train_op = optimizer.minimize(loss, global_step)
 ```
 
-The interfaces are those of `tf.contrib.mixed_precision` and `tf.compat.v1.mixed_precision`. Their managers and loss
-scales are functions here, which return policies.
+The classes and functions have the interfaces of `tf.contrib.mixed_precision` and `tf.compat.v1.mixed_precision`. The
+loss scale managers and loss scales of these modules are functions here, which return policies.
 """
 
 from lossscale_tf._documented import (

@@ -1,4 +1,4 @@
-"""`LossScaleOptimizer` of `tf.compat.v1`: an optimizer around another, in graphs with sessions and eagerly."""
+"""`LossScaleOptimizer` of `tf.compat.v1`: a wrapper around an optimizer, in graphs with sessions and eagerly."""
 
 import functools
 import re
@@ -21,19 +21,20 @@ _Optimizer: Any = tf.compat.v1.train.Optimizer
 class LossScaleOptimizer(_Optimizer):
     """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients, and skips steps that overflow.
 
-    The state's variables are in `GLOBAL_VARIABLES`, so that a `Saver` saves them. In a graph nothing synchronises with
-    the host; eagerly, `apply_gradients` reads the flag and the state.
+    The variables of the state are in `GLOBAL_VARIABLES`, so that a `Saver` saves them. In a graph nothing synchronises
+    with the host. Eagerly, `apply_gradients` reads the flag and the state.
 
     Args:
         opt: The optimizer to wrap.
-        loss_scale_manager: Anything that `as_policy` accepts; "dynamic" means `DynamicLossScale()`, from 2**15.
-        use_locking: As for any `tf.compat.v1.train.Optimizer`; by default, that of the wrapped optimizer.
-        name: The name of the operations; by default, that of the wrapped optimizer.
+        loss_scale_manager: Anything that `as_policy` accepts. "dynamic" means `DynamicLossScale()`, which starts at
+            2**15.
+        use_locking: As for any `tf.compat.v1.train.Optimizer`. By default, the setting of the wrapped optimizer.
+        name: The name of the operations. By default, the name of the wrapped optimizer.
         loss_scale: Another name of `loss_scale_manager`.
 
     Raises:
-        TypeError: `opt` is not such an optimizer, or scales the loss already.
-        ValueError: `loss_scale_manager` and `loss_scale` are both given, or neither is; or `name` is malformed.
+        TypeError: `opt` is not a `tf.compat.v1.train.Optimizer`, or it scales the loss already.
+        ValueError: `loss_scale_manager` and `loss_scale` are both set, or neither is set; or `name` is malformed.
         PolicyError: The loss scale is not valid.
     """
 
@@ -57,17 +58,17 @@ class LossScaleOptimizer(_Optimizer):
         self._optimizer = opt
         with tf.name_scope(f"{name}_loss_scale"):
             self._step = Step(policy_of(chosen))
-        self._warns_of_gradients = True  # until it has computed some itself
+        self._warns_of_gradients = True  # until `compute_gradients` is called
         _share_deferred_restorations(self, opt)
 
     @property
     def policy(self) -> ScalingPolicy:
-        """The scaling policy, frozen."""
+        """The scaling policy."""
         return self._step.policy
 
     @property
     def last_step(self) -> StepInfo | None:
-        """The outcome of the last eager step; None before it, and in graphs, where `step_info` compares two states."""
+        """The outcome of the last eager step, or None. In a graph, let `step_info` compare two states instead."""
         return self._step.last_step
 
     @property
@@ -92,9 +93,9 @@ class LossScaleOptimizer(_Optimizer):
         return self._step.watch.diagnose(self.policy, self._step.state.read_on_host())
 
     def check_limits(self) -> None:
-        """Log events and raise errors as every eager step does; for steps that a `tf.function` takes.
+        """Log events, and raise an error if a limit is reached. Synchronises with the host.
 
-        Synchronises with the host.
+        Each eager step does this. Call this method if a `tf.function` takes the steps.
 
         Raises:
             OverflowStreakError: The policy's `max_overflow_streak` is reached.
@@ -102,32 +103,33 @@ class LossScaleOptimizer(_Optimizer):
         check_limits(self.policy, self._read_and_log() if tf.executing_eagerly() else self.scale_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and the policy as plain numbers, which other frameworks can restore.
+        """Return the state and the policy as plain numbers, which other frameworks can load.
 
-        `tf.train.Checkpoint` and a `Saver` save the state without this method. It works eagerly only: in a graph, run
-        `scale_state` in a session and pass the result to `lossscale_core.state_to_dict`. Synchronises with the host.
+        `tf.train.Checkpoint` and a `Saver` save the state without this method. This method works only eagerly. In a
+        graph, run `scale_state` in a session and pass the result to `lossscale_core.state_to_dict`. Synchronises with
+        the host.
         """
         return state_to_dict(self._read_and_log(), self.policy)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> tf.Operation | None:
         """Continue from a saved state, with the policy of this optimizer.
 
-        A `CheckpointWarning` names each difference from the saved policy.
+        A `CheckpointWarning` names each setting that differs from the saved policy.
 
         Args:
             saved: The result of `state_dict`, or of `lossscale_core.state_to_dict` in any framework.
 
         Returns:
-            The operation to run in a graph's session; None eagerly, since the state is set already.
+            The operation to run in a session of the graph. None eagerly, because the state is set already.
 
         Raises:
-            CheckpointError: `saved` is not a saved state, or is one of a newer version.
+            CheckpointError: `saved` is not a saved state, or a newer version of this package wrote it.
         """
         assigned = self._step.restart(state_from_dict(saved, self.policy))
         return None if tf.executing_eagerly() else tf.group(*assigned)
 
     def _read_and_log(self) -> ScaleState:
-        """Return the state as host scalars, and log its events."""
+        """Return the state as host scalars, and log events of the loss scale."""
         state: ScaleState = self._step.state.read_on_host()
         self._step.watch.log(self.policy, state)
         return state
@@ -141,14 +143,15 @@ class LossScaleOptimizer(_Optimizer):
         colocate_gradients_with_ops: bool = False,
         grad_loss: Any = None,
     ) -> list[tuple[Gradient | None, Any]]:
-        """Scale the loss, differentiate it, and unscale the gradients. Halves are scaled and unscaled in float32.
+        """Scale the loss, differentiate it, and unscale the gradients, in float32 or wider.
 
         Args:
-            loss: A tensor, or a callable without arguments, as it must be eagerly.
-            var_list: The variables; if left out, the trainable ones, or eagerly those that the loss reads.
-            gate_gradients: As for any `tf.compat.v1.train.Optimizer`; ignored eagerly, like the next three.
-            aggregation_method: As there.
-            colocate_gradients_with_ops: As there.
+            loss: A tensor, or a callable without arguments. Eagerly it must be a callable.
+            var_list: The variables. If left out, the trainable variables, or eagerly the variables that the loss reads.
+            gate_gradients: As for any `tf.compat.v1.train.Optimizer`. Eagerly this argument and the next three have no
+                effect.
+            aggregation_method: As for any `tf.compat.v1.train.Optimizer`.
+            colocate_gradients_with_ops: As for any `tf.compat.v1.train.Optimizer`.
             grad_loss: The gradient of the loss itself, if it is not 1.
 
         Returns:
@@ -165,7 +168,7 @@ class LossScaleOptimizer(_Optimizer):
             scaled, var_list, gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
         )
         inverse = 1.0 / state.loss_scale
-        unscaled = [(None if grad is None else cast_for(each, grad, inverse), each) for grad, each in pairs]
+        unscaled = [(None if grad is None else cast_for(v, grad, inverse), v) for grad, v in pairs]
         scaled_loss = _ScaledLoss(self, state.loss_scale)
         for (leaf, _), (grad, _) in zip(unscaled, pairs, strict=True):
             if leaf is not None:
@@ -177,22 +180,22 @@ class LossScaleOptimizer(_Optimizer):
     def apply_gradients(
         self, grads_and_vars: Any, global_step: tf.Variable | None = None, name: str | None = None
     ) -> tf.Operation | None:
-        """Apply unscaled gradients if all of them are finite on every replica, else change nothing.
+        """Apply unscaled gradients if all of them are finite on every replica, else skip the step.
 
-        A warning says once that the gradients cannot come from `compute_gradients`, if it was never called.
+        If `compute_gradients` was never called, a warning says once that the loss of these gradients was not scaled.
 
         Args:
             grads_and_vars: (gradient, variable) pairs; a gradient may be None.
             global_step: A variable that counts applied steps.
-            name: The name of the operation; by default, that given to the constructor.
+            name: The name of the operation. By default, the constructor's `name` with the suffix `_apply`.
 
         Returns:
-            The operation in a graph, None eagerly.
+            The operation of the step in a graph; None eagerly.
 
         Raises:
             TypeError: `grads_and_vars` is not a list of pairs.
-            ValueError: No variable has a gradient, or one of them is not a variable.
-            RuntimeError: The call is made in a cross-replica context.
+            ValueError: No variable has a gradient, or a value is not a variable.
+            RuntimeError: The caller is in a cross-replica context.
         """
         if tf.distribute.in_cross_replica_context():
             raise RuntimeError("gradients are applied in a replica context; call this inside strategy.run")
@@ -211,7 +214,7 @@ class LossScaleOptimizer(_Optimizer):
                 "call compute_gradients or minimize"
             )
         if not tf.executing_eagerly() and not merges_replicas():
-            # Where the wrapped optimizer would create its slots, so that their names are the same, not in a branch.
+            # Outside of the branch that applies the step, so that the slots have the same names as without the wrapper.
             with tf.init_scope():
                 self._optimizer._create_slots(variables)
         grads, loss_scale = origins(grads)
@@ -224,7 +227,7 @@ class LossScaleOptimizer(_Optimizer):
         return self._step.take(grads, variables, loss_scale, update, train_op)
 
     def get_slot(self, var: Any, name: str) -> tf.Variable | None:
-        """Return the wrapped optimizer's slot for `var`, or None."""
+        """Return the slot of the wrapped optimizer for `var`, or None."""
         return self._optimizer.get_slot(var, name)
 
     def get_slot_names(self) -> list[str]:
@@ -232,11 +235,11 @@ class LossScaleOptimizer(_Optimizer):
         return self._optimizer.get_slot_names()
 
     def variables(self) -> list[tf.Variable]:
-        """Return the wrapped optimizer's variables, then those of the loss scale's state."""
+        """Return the variables of the wrapped optimizer, then the variables of the policy's state."""
         return [*self._optimizer.variables(), *self._step.state.all]
 
     def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the objects in a checkpoint: those of the wrapped optimizer, under its names, and the state."""
+        """Return the objects of a checkpoint: the objects of the wrapped optimizer, and the policy's state."""
         return {**self._optimizer._trackable_children(*args, **kwargs), "loss_scale_state": self._step.state}
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +252,7 @@ class LossScaleOptimizer(_Optimizer):
 
 
 class _ScaledLoss(NamedTuple):
-    """The loss of `compute_gradients`, in the marks of its gradients."""
+    """The mark of the loss of `compute_gradients`. The marks of its gradients refer to it."""
 
     owner: LossScaleOptimizer
     loss_scale: tf.Tensor
@@ -261,23 +264,23 @@ _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 
 
 def _as_train_op(name: str, others: list[Any], *done: Any) -> tf.Operation:
-    """Return the operation of a whole step, and add it and `others` to the collection of train operations."""
+    """Return the operation of a whole step, and set the collection of train operations to it and `others`."""
     step = tf.group(*done, name=name)
-    # The wrapped optimizer has added its own operation, which is within the branch and cannot be run.
+    # The wrapped optimizer has added its own operation, which is in a branch, so that a session cannot run it.
     tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [*others, step]
     return step
 
 
 def _share_deferred_restorations(wrapper: Any, inner: Any) -> None:
-    """Let `inner` find the values in a checkpoint for variables that it creates later.
+    """Let `inner` find the values of a checkpoint for variables that it creates later.
 
-    Its variables are saved as children of the wrapper, so that TensorFlow defers them there, while the optimizer that
-    creates a variable looks for them in its own dictionary:
+    A checkpoint contains the variables of `inner` as children of the wrapper. TensorFlow therefore keeps the values in
+    a dictionary of the wrapper. But an optimizer that creates a variable looks into its own dictionary:
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/trackable/base.py#L601
     """
     wrapper._maybe_initialize_trackable()
     inner._maybe_initialize_trackable()
-    # Set without automatic tracking.
+    # `vars` avoids TensorFlow's tracking of attributes.
     vars(inner)["_self_unconditional_deferred_dependencies"] = wrapper._deferred_dependencies
 
 

@@ -1,4 +1,4 @@
-"""One step of a `tf.compat.v1` optimizer, in a graph for sessions and eagerly."""
+"""The step of a `tf.compat.v1` optimizer, in a graph for sessions and eagerly."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from lossscale_tf._verbs import Gradient, cast_for, finite_when_unscaled, invers
 
 
 class StateVariables(tf.Module):
-    """The state of a policy in variables of shape `()`, one for each field and with its name."""
+    """The state of a policy in variables of shape `()`, one for each field, with the names of the fields."""
 
     def __init__(self, policy: ScalingPolicy) -> None:
         super().__init__(name="loss_scale_state")
@@ -30,7 +30,7 @@ class StateVariables(tf.Module):
 
     def read_on_host(self) -> Any:
         """Return the state as host scalars; eagerly only. Synchronises with the host."""
-        values = (each.numpy() for each in self.all)
+        values = (variable.numpy() for variable in self.all)
         return self._start._make(type(first)(value) for first, value in zip(self._start, values, strict=True))
 
     def assign(self, state: Any) -> list[Any]:
@@ -39,7 +39,7 @@ class StateVariables(tf.Module):
 
 
 class Step:
-    """The policy and state of one optimizer, and its steps."""
+    """The policy and the state of one optimizer, and the function that takes its steps."""
 
     def __init__(self, policy: ScalingPolicy) -> None:
         self.policy = policy
@@ -48,7 +48,7 @@ class Step:
         self.last_step: StepInfo | None = None
 
     def restart(self, state: Any) -> list[Any]:
-        """Set the state, and watch it anew."""
+        """Set the state, and forget the events that were logged before."""
         self.watch = ScaleWatch()
         return self.state.assign(state)
 
@@ -60,33 +60,39 @@ class Step:
         update: Callable[[list[Gradient]], Any],
         in_graph: Callable[..., Any],
     ) -> Any:
-        """Call `update(grads)` if all gradients are finite on every replica, else change nothing.
+        """Call `update(grads)` if all gradients are finite on every replica, else skip the step.
 
-        `loss_scale` is the scale of the gradients, or None if they are unscaled. `update` applies unscaled gradients to
-        their variables, and returns the operations of a graph, if any. Eagerly the flag is read, and None is returned.
-        In a graph, the result of `in_graph` for the tensors and operations of this step is returned.
+        Args:
+            grads: The gradients.
+            variables: Their variables.
+            loss_scale: The scale of the gradients, or None if they are unscaled.
+            update: Applies unscaled gradients to their variables, and returns the operations of a graph, if any.
+            in_graph: Makes one operation of the tensors and operations of this step. Called in a graph only.
+
+        Returns:
+            The result of `in_graph`. Eagerly the host reads the flag, and the result is None.
         """
         inverse = None if loss_scale is None else inverse_of(loss_scale)
 
         def unscale_and_update(*grads: Any) -> Any:
-            return update([cast_for(each, grad, inverse) for grad, each in zip(grads, variables, strict=True)])
+            return update([cast_for(variable, grad, inverse) for grad, variable in zip(grads, variables, strict=True)])
 
-        # A cast to a narrower variable may make a gradient infinite, and so may the sum over replicas in its dtype.
+        # The cast to a narrower variable may make a gradient infinite, and so may its sum over replicas in that dtype.
         pairs = zip(grads, variables, strict=True)
-        narrowed = [cast_for(each, grad, inverse) for grad, each in pairs if each.dtype.size < max(grad.dtype.size, 4)]
+        narrow = [cast_for(v, grad, inverse) for grad, v in pairs if v.dtype.size < max(grad.dtype.size, 4)]
         context = tf.distribute.get_replica_context()
-        if narrowed and context.num_replicas_in_sync > 1:
-            narrowed = context.all_reduce(tf.distribute.ReduceOp.SUM, narrowed)
-        finite = all_replicas(finite_when_unscaled(grads, loss_scale) & finite_when_unscaled(narrowed))
+        if narrow and context.num_replicas_in_sync > 1:
+            narrow = context.all_reduce(tf.distribute.ReduceOp.SUM, narrow)
+        finite = all_replicas(finite_when_unscaled(grads, loss_scale) & finite_when_unscaled(narrow))
         if not merges_replicas():
             return self._apply_or_skip(finite, lambda: unscale_and_update(*grads), in_graph)
 
         def in_cross_replica_context(strategy: Any, finite: Any, *grads: Any) -> Any:
-            def update_each() -> Any:
-                each = strategy.extended.call_for_each_replica(unscale_and_update, args=grads)
-                return strategy.experimental_local_results(each)
+            def update_replicas() -> Any:
+                operations = strategy.extended.call_for_each_replica(unscale_and_update, args=grads)
+                return strategy.experimental_local_results(operations)
 
-            return self._apply_or_skip(strategy.experimental_local_results(finite)[0], update_each, in_graph)
+            return self._apply_or_skip(strategy.experimental_local_results(finite)[0], update_replicas, in_graph)
 
         return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, *grads))
 
@@ -99,13 +105,14 @@ class Step:
                 after: ScaleState = self.policy.update(before, is_finite)
                 self.state.assign(after)
             self.last_step = step_info(before, after)
-            # The state is set before anything is raised, so that callers who catch it continue at the lower scale.
+            # The state is set before an error is raised, so that a caller who catches it continues at the lower scale.
             check_limits(self.policy, after)
             self.watch.log(self.policy, after)
             return None
 
         def apply_all() -> tf.Tensor:
-            with tf.control_dependencies([each for each in tf.nest.flatten(apply()) if each is not None]):
+            operations = [operation for operation in tf.nest.flatten(apply()) if operation is not None]
+            with tf.control_dependencies(operations):
                 return tf.constant(True)
 
         finite, updates = self._update_in_graph(finite)
@@ -115,8 +122,8 @@ class Step:
         """Return the flag, and the operations that update the state."""
         if tf.compat.v1.executing_eagerly_outside_functions():
             return finite, self.state.assign(self.policy.update(self.state.read(), finite, xp=tf))
-        # A session keeps no order, and may run several of these at a time. The lock is taken after all inputs are
-        # computed, since another step, for which this one waits, must not wait for the lock.
+        # A session runs operations in any order, and may run several steps at a time. This step takes the lock after
+        # its inputs are computed. Otherwise it could wait for another step that waits for the lock.
         mutex = tf.raw_ops.MutexV2(shared_name=f"{self.state.steps.name}/update", container="")
         with tf.control_dependencies([finite]):
             lock = tf.raw_ops.MutexLock(mutex=mutex)
@@ -133,5 +140,5 @@ def _variable(name: str, value: Any) -> tf.Variable:
     first = tf.VariableAggregation.ONLY_FIRST_REPLICA
     if tf.executing_eagerly():
         return tf.Variable(value, trainable=False, name=name, aggregation=first)
-    # After `disable_v2_behavior` the default is a reference variable; a value that was read may change later.
+    # After `disable_v2_behavior` the default is a reference variable, and its value may change after it is read.
     return tf.compat.v1.Variable(value, trainable=False, name=name, use_resource=True, aggregation=first)
