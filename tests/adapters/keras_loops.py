@@ -13,11 +13,11 @@ if BACKEND == "tensorflow":
 
     WRAPPERS.append(LossScaleOptimizerOfTensorFlow)
 EACH_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
-"""That of `lossscale_keras` and, on TensorFlow, that of `lossscale_tf`, which is built on it."""
+"""Run a test with the wrapper of `lossscale_keras` and, on TensorFlow, also with the wrapper of `lossscale_tf`."""
 
 
 def apply(optimizer, variables, grads):
-    """Take a step with given gradients: by `stateless_apply` under `jit` on JAX, in a graph of TensorFlow, or else."""
+    """Take a step: by `stateless_apply` under `jit` on JAX, in a graph on TensorFlow, eagerly on PyTorch."""
     grads = [keras.ops.convert_to_tensor(grad) for grad in grads]
     if not optimizer.built:
         optimizer.build(variables)
@@ -25,7 +25,7 @@ def apply(optimizer, variables, grads):
         import jax
 
         jitted = vars(optimizer).setdefault("_jitted_by_test", jax.jit(optimizer.stateless_apply))
-        values = [each.value for each in optimizer.variables], grads, [each.value for each in variables]
+        values = [v.value for v in optimizer.variables], grads, [v.value for v in variables]
         after, state = jitted(*values)
         for variable, value in zip([*variables, *optimizer.variables], [*after, *state], strict=True):
             variable.assign(value)
@@ -39,14 +39,14 @@ def apply(optimizer, variables, grads):
 
 
 def apply_scaled(optimizer, variables, grads):
-    """Take a step with gradients of these sizes, multiplied by the loss scale first."""
+    """Take a step with these gradients times the loss scale."""
     scale = value_of(optimizer.dynamic_scale)
     with np.errstate(all="ignore"):
         apply(optimizer, variables, [(np.asarray(grad, np.float32) * scale).astype("float32") for grad in grads])
 
 
 def value_of(variable):
-    """Return the value of a variable as a NumPy array, which `Variable.numpy` cannot without a warning of NumPy's."""
+    """Return the value of a variable as a NumPy array. `Variable.numpy` would cause a warning of NumPy."""
     value = keras.ops.convert_to_tensor(variable)
     return np.array(value.detach().numpy() if BACKEND == "torch" else np.asarray(value))
 

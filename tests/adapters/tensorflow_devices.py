@@ -1,6 +1,6 @@
-"""Two devices on one CPU for TensorFlow, made before any other module uses it: import this first.
+"""Two devices on one CPU for TensorFlow, and the modes in which tests run a step.
 
-And the ways to run a step, in which what AutoGraph cannot convert is an error.
+Import this module first, before another module uses TensorFlow. A function that AutoGraph cannot convert is an error.
 """
 
 import logging
@@ -17,10 +17,10 @@ STRATEGY = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 class _RefusesWarnings(logging.Handler):
-    """Raises where AutoGraph warns of a function, which it does once in a process, at any test."""
+    """A logging handler that raises an error for AutoGraph's warnings. AutoGraph logs each warning once per process."""
 
     def emit(self, record):
-        """Raise."""
+        """Raise an error for a record of AutoGraph."""
         assert "AutoGraph" not in record.getMessage(), record.getMessage()
 
 
@@ -28,7 +28,7 @@ tf.get_logger().addHandler(_RefusesWarnings())
 
 
 def eager(function):
-    """Run a step as it is."""
+    """Return a step unchanged."""
     return function
 
 

@@ -1,6 +1,6 @@
-"""One of two workers on loopback: trains with overflows, and spikes, on one of them at a time.
+"""One of two workers on the loopback interface. Steps overflow or spike on one worker at a time.
 
-It prints the bits it ends with.
+The program prints the bits of its variables at the end.
 """
 
 import keras
@@ -29,7 +29,7 @@ def _take_step(optimizer, variable, victim) -> None:
 
 
 def _train(strategy, kind: str, steps: int, graph: bool, guard: SpikeGuard | None = None) -> list:
-    """Return the bits of the variable and of the slots after so many steps, each of which was checked."""
+    """Take steps, check each step, and return the bits of the variable and of the slots."""
     with strategy.scope():
         variable, optimizer = tf.Variable([1.0, 2.0]), _optimizer(kind, guard)
 
@@ -49,7 +49,7 @@ def _train(strategy, kind: str, steps: int, graph: bool, guard: SpikeGuard | Non
         assert np.array_equal(before, variable.numpy()) == (victim < 2), n
         assert optimizer.loss_scale.numpy() == expected.loss_scale_after[n], n
     inner = optimizer.variables() if kind == "v1" else optimizer.inner_optimizer.variables
-    return [np.asarray(each.numpy()).tobytes().hex() for each in (variable, *inner)]
+    return [np.asarray(v.numpy()).tobytes().hex() for v in (variable, *inner)]
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def _model(*layers, optimizer, model_class=keras.Sequential, **settings):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of TorchInductor
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_fit_trains_in_float16_and_skips_bad_batches(jit_compile):
-    """`compile` leaves the wrapper as it is, and a bad batch changes no variable but those of the state."""
+    """`compile` does not wrap the optimizer again, and a bad batch changes only the variables of the state."""
     inner = keras.optimizers.Adam(0.05, global_clipnorm=10.0)
     optimizer = LossScaleOptimizer(inner, DynamicScaling(init_scale=2.0**20, growth_interval=20))
     model = _model(keras.layers.Dense(8), optimizer=optimizer, jit_compile=jit_compile)
@@ -60,8 +60,8 @@ def test_fit_trains_in_float16_and_skips_bad_batches(jit_compile):
 
 @EACH_WRAPPER
 @pytest.mark.parametrize("jit_compile", {"jax": [True], "torch": [False]}.get(BACKEND, [False, True]))
-def test_fit_calls_what_a_subclass_overrides(wrapper, jit_compile):
-    """`apply`, and on JAX `stateless_apply`, as with Keras's own wrapper. Here gradients of ones replace the scaled."""
+def test_fit_calls_the_methods_of_a_subclass(wrapper, jit_compile):
+    """`fit` calls an overridden `apply`, or `stateless_apply` on JAX. The subclass replaces the gradients by ones."""
 
     class Ones(wrapper):
         def apply(self, grads, trainable_variables=None):
@@ -78,8 +78,8 @@ def test_fit_calls_what_a_subclass_overrides(wrapper, jit_compile):
         np.testing.assert_allclose(old - new, 2.0, rtol=1e-5)
 
 
-def test_the_logger_tells_of_the_first_bad_loss(caplog):
-    """At its batch, once, and not of a finite one."""
+def test_the_logger_logs_the_first_bad_loss(caplog):
+    """The log names the batch of the first NaN or infinity, once, and does not mention finite losses."""
     model = _model(optimizer=LossScaleOptimizer(keras.optimizers.SGD(0.01)))
     for data, said in ((DATA, 0), (np.concatenate([DATA, BAD, DATA]), 1)):
         model.fit(data, data.sum(axis=1), batch_size=8, verbose=0, callbacks=[LossScaleLogger()])
@@ -87,7 +87,7 @@ def test_the_logger_tells_of_the_first_bad_loss(caplog):
 
 
 def test_the_logger_logs_batches_and_spikes_and_raises():
-    """Every second batch, with the guard's spikes; at the end of an epoch a streak is an error."""
+    """Every second batch has an entry with the guard's spikes. A streak raises an error at the end of the epoch."""
     numbers, seen, policy = {"loss_scale", "skipped_steps", "spikes"}, [], DynamicScaling(max_overflow_streak=3)
     model = _model(optimizer=LossScaleOptimizer(keras.optimizers.SGD(0.01), policy, guard=SpikeGuard()))
     see = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(numbers <= {*logs}))
@@ -97,23 +97,23 @@ def test_the_logger_logs_batches_and_spikes_and_raises():
     with pytest.raises(OverflowStreakError, match="max_overflow_streak=3"):
         model.fit(np.concatenate([BAD] * 4), np.ones(32), batch_size=8, verbose=0, callbacks=[LossScaleLogger()])
     plain = _model(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
-    with pytest.warns(UserWarning, match="LossScaleLogger logs nothing: the optimizer is LossScaleOptimizer") as told:
+    with pytest.warns(UserWarning, match="LossScaleLogger logs nothing: the optimizer is LossScaleOptimizer") as warned:
         plain.fit(DATA, DATA.sum(axis=1), verbose=0, callbacks=[LossScaleLogger()])
-    assert [each.filename for each in told if "logs nothing" in str(each.message)] == [__file__]
+    assert [w.filename for w in warned if "logs nothing" in str(w.message)] == [__file__]
     for wrong in (0, "10", 2.5, True):
         with pytest.raises(ValueError, match=f"every_n_batches={wrong!r} must be .*; leave it out for epochs only"):
             LossScaleLogger(every_n_batches=wrong)
 
 
 def _code_with(words):
-    """Return the one block of the page that has these words, without prompts."""
+    """Return the only block of the page that contains these words, without prompts."""
     blocks = map(textwrap.dedent, re.findall(r"^ *```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
     (code,) = [block for block in blocks if words in block]
     return "\n".join(line[4:] if line[:4] in (">>> ", "... ") else line for line in code.splitlines())
 
 
 def test_the_examples_of_the_page():
-    """Those above the part on `lossscale_tf` are for every backend."""
+    """The examples before the part on `lossscale_tf` run on every backend."""
     everywhere = PAGE.partition("\n## TensorFlow:")[0]
     examples = doctest.DocTestParser().get_doctest(everywhere, {}, "keras-and-tensorflow.md", None, None)
     assert len(examples.examples) > 15
@@ -121,7 +121,7 @@ def test_the_examples_of_the_page():
 
 
 def test_the_loops_of_the_page_train():
-    """Each on its backend; a bad batch is skipped."""
+    """Each loop trains on its backend, and a bad batch is skipped."""
     words = {"torch": "model.zero_grad()", "tensorflow": ".apply(tape.gradient", "jax": "def scaled_loss"}[BACKEND]
     code = compile(_code_with(words), "docs/keras-and-tensorflow.md", "exec")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float32")])
@@ -151,7 +151,7 @@ def test_the_loops_of_the_page_train():
 
 
 def test_the_train_step_of_the_page_keeps_the_averages_of_batch_normalization():
-    """Without it they hold NaN after a skipped batch; with it they stay bit for bit, and move on applied steps."""
+    """After a skipped batch the averages have the same bits. Without this train step they are NaN."""
     names = {"keras": keras}
     exec(_code_with("def train_step" + ("(self, state, data)" if BACKEND == "jax" else "(self, data)")), names)
 
@@ -173,7 +173,7 @@ def test_the_train_step_of_the_page_keeps_the_averages_of_batch_normalization():
 
 @pytest.mark.skipif(BACKEND != "jax", reason="Keras has DataParallel on JAX")
 def test_eight_devices_decide_together():
-    """Infinity in the batch of one device skips the step on all."""
+    """An infinity in the batch of one device skips the step on all devices."""
     devices = keras.distribution.list_devices()
     assert len(devices) == 8
     with keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False).scope():

@@ -1,6 +1,6 @@
-"""Gradients belong to the last loss that was scaled, or to the one that is named, on the backend of this process.
+"""Gradients belong to the last scaled loss, or to the loss that the caller names, on the backend of this process.
 
-The scale grows after each step, so that gradients divided by a scale of another step would be found by a factor of two.
+The scale grows after each step, so that gradients divided by the scale of another step are wrong by a factor of two.
 """
 
 from contextlib import nullcontext
@@ -48,8 +48,8 @@ class Two:
         return jax.grad(scaled_loss)(weights)
 
     def went(self, first, second=0.0):
-        """Require that the weights went so far."""
-        assert [float(value_of(each)) for each in self.weights] == [-first, -second]
+        """Require that the weights moved by these amounts."""
+        assert [float(value_of(weight)) for weight in self.weights] == [-first, -second]
 
 
 @EACH_WRAPPER
@@ -65,7 +65,7 @@ class Two:
     )
 )
 def test_any_order_of_calls(wrapper, program):
-    """Losses are applied, given up, and applied later by name."""
+    """Losses are applied, dropped, or applied later by name, and each gradient is divided by its own scale."""
     two, scaled, right, last = Two(wrapper), [], [0.0, 0.0], None
     for call, *arguments in program:
         if call == "scale":
@@ -81,7 +81,7 @@ def test_any_order_of_calls(wrapper, program):
 
 @EACH_WRAPPER
 def test_two_losses_and_halves_of_one(wrapper):
-    """Both are scaled before the first is applied; so are the halves of one loss, after which the scale has grown."""
+    """Two losses, and the halves of one loss, are scaled before the first step. The scale grows between the steps."""
     two = Two(wrapper)
     for _ in range(2):
         first, second = two.scaled(3.0)[0], two.scaled(5.0)[0]
@@ -95,7 +95,7 @@ def test_two_losses_and_halves_of_one(wrapper):
 
 @EACH_WRAPPER
 def test_a_step_that_fails_leaves_the_loss_as_it_was(wrapper):
-    """Its gradients are applied later; those that do not fit the variables are as if they had not come."""
+    """After a step that raises an error, the gradients of the loss can still be applied."""
     two, unbuilt = Two(wrapper), wrapper(keras.optimizers.SGD(1.0))
     grads, _ = two.scaled(3.0)
     for step, counts in (
@@ -111,8 +111,8 @@ def test_a_step_that_fails_leaves_the_loss_as_it_was(wrapper):
 
 
 @EACH_WRAPPER
-def test_a_loss_by_name_is_one_that_was_scaled_and_is_scaled_once(wrapper):
-    """By this optimizer."""
+def test_a_named_loss_must_be_scaled_and_only_once(wrapper):
+    """`loss=` must be a loss that this optimizer scaled, and a scaled loss cannot be scaled again."""
     two, other = Two(wrapper), Two(wrapper)
     grads, loss = two.scaled(3.0)
     for wrong in (keras.ops.ones(()), other.scaled(3.0)[1], []):
@@ -125,8 +125,8 @@ def test_a_loss_by_name_is_one_that_was_scaled_and_is_scaled_once(wrapper):
 
 @EACH_WRAPPER
 @pytest.mark.parametrize("by", ["apply", "apply_gradients"])
-def test_a_loop_that_reads_the_scale_before_its_gradients_are_applied(wrapper, by):
-    """One warning, since `apply` divides them, too; none if the loop reads it at another time."""
+def test_a_loop_that_reads_the_scale_before_apply(wrapper, by):
+    """Reading the scale between `scale_loss` and `apply` warns once, because `apply` divides by it, too."""
     two = Two(wrapper)
     step = {
         "apply": lambda grads: two.apply(grads, 0),
@@ -145,9 +145,9 @@ def test_a_loop_that_reads_the_scale_before_its_gradients_are_applied(wrapper, b
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
 @pytest.mark.parametrize("as_scan", [False, True])
 def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
-    """In jit(gradients) and jit(apply), and in a scan of whole steps after a loss that was scaled eagerly.
+    """Pure gradients and steps work in separate `jit` calls, and in a `scan` after an eager loss was scaled.
 
-    An eager step after them divides by the scale of its own loss.
+    A later eager step divides by the scale of its own loss.
     """
     import jax
 
@@ -159,17 +159,17 @@ def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
         weights, state = carry
         return two.optimizer.stateless_apply(state, two.gradients(weights, state), weights), None
 
-    carry = [each.value for each in two.weights], [each.value for each in two.optimizer.variables]
+    carry = [weight.value for weight in two.weights], [variable.value for variable in two.optimizer.variables]
     if as_scan:
         (weights, state), _ = jax.lax.scan(step, carry, None, length=4)
     else:
         gradients, apply = jax.jit(two.gradients), jax.jit(two.optimizer.stateless_apply)
-        for each in (apply, apply, two.optimizer.stateless_apply, jax.jit(two.optimizer.stateless_apply)):
+        for step in (apply, apply, two.optimizer.stateless_apply, jax.jit(two.optimizer.stateless_apply)):
             weights, state = carry
-            carry = each(state, gradients(weights, state), weights)
+            carry = step(state, gradients(weights, state), weights)
         weights, state = carry
-    assert [float(each) for each in weights] == [-12.0, -20.0]
-    is_scale = [each is two.optimizer.dynamic_scale for each in two.optimizer.variables]
+    assert [float(weight) for weight in weights] == [-12.0, -20.0]
+    is_scale = [variable is two.optimizer.dynamic_scale for variable in two.optimizer.variables]
     assert float(state[is_scale.index(True)]) == 4.0
     grads, _ = two.scaled(3.0)
     two.optimizer.dynamic_scale.assign(64.0)
@@ -179,7 +179,7 @@ def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
 
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
 def test_eager_steps_with_gradients_of_a_pure_function():
-    """The last eager loss is not theirs, nor its scale: they are divided by the present one, and no tracer is kept."""
+    """The gradients are divided by the current scale, not by the scale of the last eager loss. No tracer is stored."""
     import jax
 
     two = Two()
@@ -188,7 +188,9 @@ def test_eager_steps_with_gradients_of_a_pure_function():
         two.scaled(7.0)
         two.optimizer.dynamic_scale.assign(64.0)
         for weight in (0, 1):
-            values = ([each.value for each in variables] for variables in (two.weights, two.optimizer.variables))
+            values = (
+                [variable.value for variable in variables] for variables in (two.weights, two.optimizer.variables)
+            )
             with jax.checking_leaks():
                 grads = gradients(*values)
             two.apply([grads[weight]], weight)
@@ -197,7 +199,7 @@ def test_eager_steps_with_gradients_of_a_pure_function():
 
 @pytest.mark.skipif(BACKEND != "torch", reason="torch.compile")
 def test_a_compiled_function_that_scales_the_loss():
-    """Nothing is recorded in it; the step divides by the present scale, and nothing is said."""
+    """torch.compile records no loss. The step divides by the current scale, without a warning."""
     import torch
 
     two = Two()
@@ -210,8 +212,8 @@ def test_a_compiled_function_that_scales_the_loss():
 
 
 @pytest.mark.parametrize("policy", ["none", 8.0])
-def test_numbers_of_the_backend_are_kept_with_the_loss(policy):
-    """A nested structure of losses is scaled, in float32 or wider, and may be named."""
+def test_a_nested_loss_is_scaled_and_can_be_named(policy):
+    """A nested structure of losses is scaled in float32 or wider, and can be passed as `loss=`."""
     optimizer, weight = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy), keras.Variable(np.zeros(2, "float32"))
     losses = optimizer.scale_loss({"a": keras.ops.ones((), "float16"), "b": keras.ops.ones(())})
     assert keras.backend.standardize_dtype(losses["a"].dtype) == "float32"

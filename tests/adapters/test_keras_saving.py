@@ -50,7 +50,7 @@ def _continued(model):
 )
 @pytest.mark.parametrize("by_pickle", [False, True])
 def test_a_saved_model_continues_bit_for_bit(tmp_path, wrapper, settings, by_pickle):
-    """With its policy, its guard and its norm."""
+    """The loaded model has the same policy, guard and norm."""
     model = _trained(wrapper, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CheckpointWarning)
@@ -68,16 +68,16 @@ def test_a_saved_model_continues_bit_for_bit(tmp_path, wrapper, settings, by_pic
 
 
 def _stored(path):
-    """Return the optimizer's config and all arrays of a file, by name."""
+    """Return the config of the optimizer and all arrays of a file, by name."""
     arrays, file = {}, zipfile.ZipFile(path)
     with h5py.File(io.BytesIO(file.read("model.weights.h5"))) as weights:
-        weights.visititems(lambda name, each: arrays.update({name: np.asarray(each)} if hasattr(each, "dtype") else {}))
+        weights.visititems(lambda name, item: arrays.update({name: np.asarray(item)} if hasattr(item, "dtype") else {}))
     return json.loads(file.read("config.json"))["compile_config"], arrays
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_a_file_is_the_same_on_each_backend(tmp_path):
-    """A file of TensorFlow, from an early version: what each backend writes is the same, and so are the next steps."""
+    """Each backend loads a file of an early version from TensorFlow, takes the same steps and writes the same file."""
     path = Path(__file__).parent / "keras_saved.keras"
     model = keras.models.load_model(path)
     optimizer = model.optimizer
@@ -94,14 +94,14 @@ def test_a_file_is_the_same_on_each_backend(tmp_path):
     data = np.random.default_rng(0).normal(size=(64, 2)).astype("float32")
     model.fit(data, data.sum(axis=1), batch_size=8, verbose=0, shuffle=False)
     assert float(optimizer.loss_scale) == 8192.0
-    weights = np.concatenate([each.ravel() for each in values_of(model.trainable_variables)])
+    weights = np.concatenate([values.ravel() for values in values_of(model.trainable_variables)])
     np.testing.assert_allclose(weights, [0.94133174, 0.9444577, -0.05668658], atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 @EACH_WRAPPER
 def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path, wrapper):
-    """The state is stored by name, so that a guard may be new; a file of the inner optimizer alone has none."""
+    """The file stores numbers by name, so that a guard may be added. A file of the inner optimizer has no state."""
     model = _trained(wrapper)
     model.save_weights(tmp_path / "model.weights.h5")
     other = _trained(wrapper, guard=SpikeGuard())
@@ -116,12 +116,12 @@ def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path, wra
     with warnings.catch_warnings(record=True) as warned:  # the other one is Keras's, about the variables of Adam
         warnings.simplefilter("always")
         model.load_weights(tmp_path / "plain.weights.h5")
-    (message,) = [str(each.message) for each in warned if each.category is CheckpointWarning]
+    (message,) = [str(w.message) for w in warned if w.category is CheckpointWarning]
     assert "the loss scale starts over" in message
 
 
 def test_a_run_without_the_wrapper_continues_with_it(tmp_path):
-    """The loaded optimizer keeps its variables when it is wrapped."""
+    """If a loaded optimizer is wrapped, it has the same variables as before."""
     plain = _fitted(keras.optimizers.SGD(0.0, momentum=1.0))
     inner = plain.optimizer
     before = values_of(inner.variables)
@@ -134,7 +134,7 @@ def test_a_run_without_the_wrapper_continues_with_it(tmp_path):
 
 @EACH_WRAPPER
 def test_promises_067_068_a_config(wrapper):
-    """It is JSON without running state, and makes an equal wrapper around a new inner optimizer; it is left alone."""
+    """The config is JSON without running state. It makes an equal wrapper around a new inner optimizer."""
     inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=3.0)
     optimizer = wrapper(inner, policy=DynamicScaling(hysteresis=2), guard=SpikeGuard(threshold=4.0))
     variable = keras.Variable(np.ones(1))
@@ -164,7 +164,7 @@ def test_promises_067_068_a_config(wrapper):
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "OptimizerMap"), reason="older versions have no MultiOptimizer")
 def test_a_config_names_no_class_of_one_backend():
-    """On PyTorch, Keras has optimizers of its own there, which do not train on the other backends."""
+    """On PyTorch, Keras has optimizer classes of its own. The config has names that work on other backends, too."""
     several = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), {"kernel": keras.optimizers.SGD()})
     config = LossScaleOptimizer(keras.optimizers.MultiOptimizer(several)).get_config()
     assert "keras.src.backend" not in json.dumps(config)
@@ -172,16 +172,16 @@ def test_a_config_names_no_class_of_one_backend():
 
 
 def test_a_state_dict_is_the_portable_one():
-    """It loads into any adapter, and starts the record of the last step over."""
+    """Any adapter can load the state dict. Loading it clears the record of the last step."""
     model = _trained(guard=SpikeGuard())
-    saved = json.loads(json.dumps(model.optimizer.state_dict()))
-    assert state_from_dict(saved, POLICY).steps == 9
+    state = json.loads(json.dumps(model.optimizer.state_dict()))
+    assert state_from_dict(state, POLICY).steps == 9
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(), POLICY, guard=SpikeGuard())
-    optimizer.load_state_dict(saved)
-    assert optimizer.state_dict() == saved
+    optimizer.load_state_dict(state)
+    assert optimizer.state_dict() == state
     assert not bool(optimizer.last_step.applied)
     assert optimizer.diagnose() == model.optimizer.diagnose()
     names = {variable.name for variable in optimizer.variables}
-    assert names >= {*state_from_dict(saved, POLICY)._fields, "guard_mean"}
+    assert names >= {*state_from_dict(state, POLICY)._fields, "guard_mean"}
     with pytest.warns(CheckpointWarning, match=r"the saved guard is dropped; pass guard=SpikeGuard\(\)"):
-        LossScaleOptimizer(keras.optimizers.SGD(), POLICY).load_state_dict(saved)
+        LossScaleOptimizer(keras.optimizers.SGD(), POLICY).load_state_dict(state)

@@ -29,7 +29,7 @@ def _variables(*shapes, dtype="float32"):
     return [keras.Variable(np.full(shape, 0.5, dtype), dtype=dtype) for shape in shapes or [(3,)]]
 
 
-def test_a_scale_stays_within_its_bounds_where_keras_scale_reaches_zero_and_infinity():
+def test_the_scale_stays_within_bounds_unlike_keras_own():
     """Keras's own wrapper reaches a scale of 0 after bad batches, and one good step later the weights are NaN."""
     for wrap, ends in (
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), 2.0**15, 1), (0.0, INF)),
@@ -57,7 +57,7 @@ def test_a_skipped_step_changes_nothing_but_the_state(bad):
     assert_same(values_of(variables, inner.variables), before)
     assert int(value_of(optimizer.iterations)) == 3
     assert float(optimizer.loss_scale) == 2.0**15
-    assert [float(each) for each in optimizer.last_step] == [False, 2.0**16, 2.0**15, 1, True, False]
+    assert [float(value) for value in optimizer.last_step] == [False, 2.0**16, 2.0**15, 1, True, False]
     apply_scaled(optimizer, variables, [np.ones(3), np.ones((2, 2))])
     assert optimizer.last_step.applied
     assert int(optimizer.metrics()["applied_steps"]) == 4
@@ -65,7 +65,7 @@ def test_a_skipped_step_changes_nothing_but_the_state(bad):
 
 
 def test_the_scale_within_a_layer():
-    """It is not cast to the layer's float16, in which 2**16 is infinite."""
+    """A layer in float16 does not cast the scale, because 2**16 is infinite in float16."""
 
     class Scaled(keras.layers.Layer):
         def call(self, loss):
@@ -76,7 +76,7 @@ def test_the_scale_within_a_layer():
 
 
 def test_a_step_that_the_inner_optimizer_refuses_is_not_counted():
-    """An error of the inner optimizer leaves the state as it was, so that the step can be repeated."""
+    """If the inner optimizer raises an error, the state stays unchanged, and the step can be repeated."""
 
     class Refuses(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
@@ -94,8 +94,8 @@ TOO_WIDE = [("float32", 8.0, 1e100), ("complex64", 8.0, 1e100j)] if BACKEND != "
 
 
 @EACH_WRAPPER
-def test_the_inner_optimizer_keeps_what_it_was_given(wrapper):
-    """After wrapped steps it has the same config, and clips where it is used alone."""
+def test_the_inner_optimizer_keeps_its_settings(wrapper):
+    """After steps of the wrapper, the inner optimizer has the same config and clips as before."""
     for clip in ("clipnorm", "clipvalue", "global_clipnorm"):
         inner, (variable,) = keras.optimizers.SGD(1.0, weight_decay=0.0, **{clip: 1.0}), _variables((1,))
         before = inner.get_config()
@@ -112,13 +112,13 @@ def test_the_inner_optimizer_keeps_what_it_was_given(wrapper):
 
 @EACH_WRAPPER
 def test_every_public_name_of_keras_optimizer(wrapper):
-    """None is inherited from Keras's base class, where it would act on the wrapper alone."""
+    """The wrapper defines each public name itself. An inherited one would act on the wrapper's own variables."""
     settings = {"weight_decay": 0.5, "clipnorm": 0.5, "clipvalue": 0.5, "use_ema": True, "ema_momentum": 0.5}
     settings |= {"ema_overwrite_frequency": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.5}
     inner = keras.optimizers.SGD(0.1)
     optimizer = wrapper(inner)
     for name in dir(keras.optimizers.Optimizer(0.1)):
-        owner = next((each for each in type(optimizer).__mro__ if name in vars(each)), None)
+        owner = next((base for base in type(optimizer).__mro__ if name in vars(base)), None)
         assert name.startswith("_") or owner is None or owner.__name__ == "LossScaleOptimizer", name
     for name, value in settings.items():
         setattr(optimizer, name, value)
@@ -132,13 +132,13 @@ def test_every_public_name_of_keras_optimizer(wrapper):
         optimizer.loss_scale_factor = 8.0
     optimizer, variables = wrapper(keras.optimizers.SGD(0.5), 8.0), _variables()
     assert int(optimizer.apply_gradients([(keras.ops.ones(3), variables[0])])) == 1
-    optimizer.set_weights([value_of(each) for each in getattr(optimizer, "weights", optimizer.variables)])
+    optimizer.set_weights([value_of(variable) for variable in getattr(optimizer, "weights", optimizer.variables)])
 
 
 @pytest.mark.parametrize("is_inner", [False, True])
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 3.0), ("float32", 1e30), ("float32", 1e-3), *WIDE])
-def test_clipping_is_that_of_two_passes(is_inner, dtype, size):
-    """Gradients are unscaled, then clipped by the norm of all; squares that overflow do not matter."""
+def test_clipping_equals_two_passes(is_inner, dtype, size):
+    """Gradients are unscaled, then clipped by the norm of all gradients, even if their squares overflow."""
     shapes, norm = [(1,), (2,), (2, 2), (0, 2)], 19.0**0.5 * size
     grads = [np.full(shape, -2.0 * size if shape == (2, 2) else size, dtype) for shape in shapes]
     variables = _variables(*shapes, dtype=dtype)
@@ -163,22 +163,22 @@ def test_the_parts_of_complex_gradients():
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX has no float64 unless it is switched on")
 def test_the_norm_of_gradients_in_float32_and_float64():
-    """It is that of all of them."""
+    """The norm includes the gradients of both dtypes."""
     variables = [*_variables((1,)), *_variables((1,), dtype="float64")]
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0, global_clipnorm=1.0)
     apply(optimizer, variables, [np.full(1, 24.0, "float32"), np.full(1, 32.0, "float64")])
-    np.testing.assert_allclose([value_of(each)[0] for each in variables], [0.5 - 0.6, 0.5 - 0.8], rtol=1e-6)
+    np.testing.assert_allclose([value_of(variable)[0] for variable in variables], [0.5 - 0.6, 0.5 - 0.8], rtol=1e-6)
 
 
 def test_a_step_of_gradients_without_elements_is_applied():
-    """Their norm is 0."""
+    """The norm of gradients without elements is 0."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0, global_clipnorm=1.0)
     apply(optimizer, _variables((0, 2), dtype="float16"), [np.zeros((0, 2), np.float32)])
     assert bool(optimizer.last_step.applied)
 
 
 def test_the_norm_to_clip_to_can_be_set():
-    """There is one number: what is read is what is used; beyond float32 it clips nothing; others are refused."""
+    """Steps use the norm that was set. A norm beyond float32 clips nothing, and a negative norm is an error."""
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0, global_clipnorm=1.0), _variables((1,))
     for norm, after in ((1.0, -0.5), (0.25, -0.75), (None, -4.75), (1e300, -8.75), (INF, -12.75)):
         optimizer.global_clipnorm = norm
@@ -202,8 +202,8 @@ def test_the_norm_to_clip_to_can_be_set():
         (1.0, {"policy": 2.0**-30}, 2.0**-30, -0.5),
     ],
 )
-def test_large_finite_gradients_are_applied_and_what_unscaling_makes_infinite_is_not(rate, arguments, grad, after):
-    """The sum of squares of 1e30 overflows, and 1e30 divided by 2**-30 does."""
+def test_large_finite_gradients_are_applied_unless_unscaling_makes_them_infinite(rate, arguments, grad, after):
+    """1e30 is applied although its square overflows. 1e30 divided by 2**-30 is infinite, and the step is skipped."""
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(rate), **arguments), _variables()
     apply(optimizer, variables, [np.full(3, grad, np.float32)])
     assert bool(optimizer.last_step.applied) == (after is not None)
@@ -211,7 +211,7 @@ def test_large_finite_gradients_are_applied_and_what_unscaling_makes_infinite_is
 
 
 def test_a_gradient_that_is_infinite_in_the_dtype_of_its_variable_is_an_overflow():
-    """Of 1e100 for 32-bit parts, of 1e6 in float32 for float16, and of 2**15 at a scale of 2**-2 in float16."""
+    """A finite gradient overflows if the cast to the dtype of its variable makes it infinite."""
     for dtype, policy, grad in (("float16", "none", np.float32(1e6)), *TOO_WIDE):
         optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy), _variables(dtype=dtype)
         apply(optimizer, variables, [np.full(3, grad)])
@@ -223,20 +223,20 @@ def test_a_gradient_that_is_infinite_in_the_dtype_of_its_variable_is_an_overflow
     assert list(value_of(variables[0])) == [0.0, 0.5, 0.5]
 
 
-def test_a_variable_that_is_overwritten_gets_its_gradient_as_it_is():
-    """Keras marks the scales of float8 layers so; they are neither unscaled nor part of the norm."""
+def test_an_overwritten_variable_gets_its_gradient_unchanged():
+    """Keras marks the scales of float8 layers. They are not unscaled and not part of the norm."""
     variables = _variables((3,), (2,))
     variables[1].overwrite_with_gradient = True
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(8.0), global_clipnorm=100.0)
     apply(optimizer, variables, [np.full(3, 8.0, np.float32), np.array([7.0, 1e6], np.float32)])
-    assert [list(value_of(each)) for each in variables] == [[-0.5] * 3, [7.0, 1e6]]
+    assert [list(value_of(variable)) for variable in variables] == [[-0.5] * 3, [7.0, 1e6]]
     for bad in ([np.full(3, INF), np.zeros(2)], [np.ones(3), [INF, 0.0]]):
-        apply(optimizer, variables, [np.asarray(each, np.float32) for each in bad])
+        apply(optimizer, variables, [np.asarray(grad, np.float32) for grad in bad])
         assert list(value_of(variables[1])) == [7.0, 1e6]
         assert optimizer.last_step.overflowed
 
 
-def test_a_spike_is_skipped_and_moves_neither_the_scale_nor_its_counters():
+def test_a_spike_is_skipped_and_does_not_change_the_scale():
     """The guard sees the norm before clipping, and its state is in the state dict."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=SpikeGuard(warmup=4), global_clipnorm=1.0)
     variables = _variables()
@@ -255,7 +255,7 @@ def test_a_spike_is_skipped_and_moves_neither_the_scale_nor_its_counters():
 
 
 def test_a_micro_batch_that_overflows_is_left_out_of_its_window():
-    """The mean is that of the finite ones, and the window takes one more batch."""
+    """The mean contains the finite micro-batches only, and the window gets one more micro-batch."""
     inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2, global_clipnorm=100.0)
     optimizer, variables = LossScaleOptimizer(inner), _variables()
     assert inner.global_clipnorm == 100.0  # of the mean, which only the inner optimizer knows
@@ -266,7 +266,7 @@ def test_a_micro_batch_that_overflows_is_left_out_of_its_window():
 
 
 def test_a_schedule_follows_applied_steps():
-    """The learning rate is that of the inner optimizer, which has not seen the skipped ones."""
+    """The schedule of the inner optimizer does not count skipped steps."""
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.25])
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(schedule)), _variables()
     for size in (INF, 1.0, INF, 1.0):
@@ -275,7 +275,7 @@ def test_a_schedule_follows_applied_steps():
 
 
 def test_limits_end_an_eager_loop():
-    """The policy's `max_overflow_streak` and the guard's `max_streak`, in the step that reaches them."""
+    """The step that reaches `max_overflow_streak` or the guard's `max_streak` raises an error."""
     for error, arguments, sizes in (
         (OverflowStreakError, {"policy": DynamicScaling(max_overflow_streak=2)}, (1.0, INF, INF)),
         (OverflowStreakError, {"guard": SpikeGuard(warmup=1, max_streak=2)}, (1.0, 1e4, 1e4)),
@@ -288,7 +288,7 @@ def test_limits_end_an_eager_loop():
 
 
 def test_bad_arguments_are_named():
-    """Each error has the value, the rule and what to do."""
+    """Each error contains the value, the rule and what to do."""
     sgd = keras.optimizers.SGD
     wrapped, built = LossScaleOptimizer(sgd()), LossScaleOptimizer(sgd())
     built.build(_variables((3,), (2,)))
@@ -315,11 +315,11 @@ def test_bad_arguments_are_named():
 
 
 def test_an_overflow_report_names_the_variable():
-    """With the counts, and whether the loss is the cause."""
+    """The report contains the counts, and says whether the loss is the cause."""
     variables = _variables((3,), (2,))
     grads = [keras.ops.convert_to_tensor(np.array([1.0, INF, NAN], "float16")), None]
     report = overflow_report(zip(grads, variables, strict=True), loss=keras.ops.convert_to_tensor(1.0))
-    assert [each[1:] for each in report] == [(1, 1, 0, 1.0)]
+    assert [row[1:] for row in report] == [(1, 1, 0, 1.0)]
     assert report[0].name == variables[0].path
     assert report.verdict.startswith("finite loss: a smaller loss scale usually")
 
@@ -327,7 +327,7 @@ def test_an_overflow_report_names_the_variable():
 @pytest.mark.skipif(BACKEND != "torch", reason="counts what torch copies to the host")
 @pytest.mark.parametrize(("arguments", "reads"), [({}, 1), ({"global_clipnorm": 1.0}, 1), ({"guard": SpikeGuard()}, 2)])
 def test_a_step_on_torch_reads_one_flag(arguments, reads):
-    """As Keras's own wrapper does; one more with a guard, and one more where the step overflows."""
+    """A step reads one bool, like Keras's wrapper. A guard and an overflow each add one read."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -353,7 +353,7 @@ def test_a_step_on_torch_reads_one_flag(arguments, reads):
 
 @pytest.mark.skipif(BACKEND != "jax", reason="only JAX has a second method for jit")
 def test_apply_under_jit_names_the_method_to_take():
-    """`apply` reads a flag there, which has no value yet."""
+    """`apply` would read a flag that has no value under `jit`."""
     import jax
 
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD()), _variables()
@@ -363,12 +363,12 @@ def test_apply_under_jit_names_the_method_to_take():
 
 @pytest.mark.filterwarnings("error:scale_loss was not called", "error:get_scaled_loss not called")
 def test_a_step_whose_loss_was_not_scaled():
-    """One warning says so, at the first step."""
+    """The first step of such a loop warns, and later steps do not."""
     optimizer, (variable,) = LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0), _variables()
     optimizer.build([variable])
-    with pytest.warns(UserWarning, match=r"differentiate optimizer\.scale_loss\(loss\)") as caught:
+    with pytest.warns(UserWarning, match=r"differentiate optimizer\.scale_loss\(loss\)") as warned:
         optimizer.apply([keras.ops.ones(3)])
-    assert [each.filename for each in caught] == [__file__]
+    assert [w.filename for w in warned] == [__file__]
     optimizer.apply([keras.ops.ones(3)])
     with pytest.warns(UserWarning, match="scale_loss was not called"):
         apply(LossScaleOptimizer(keras.optimizers.SGD(0.1)), _variables(), [np.ones(3, np.float32)])
@@ -378,7 +378,7 @@ def test_a_step_whose_loss_was_not_scaled():
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has them")
 def test_sparse_gradients_are_clipped_like_dense_ones():
-    """Rows that repeat are summed for the norm, and for Adam, which squares an embedding row's gradient."""
+    """Duplicate rows are summed before the norm, and before Adam squares the gradient of an embedding row."""
     import tensorflow as tf
 
     ends, inner = [], lambda: keras.optimizers.Adam(0.1, global_clipnorm=1.0)
@@ -393,7 +393,7 @@ def test_sparse_gradients_are_clipped_like_dense_ones():
 
 
 def test_variables_are_named_after_the_optimizer():
-    """So that they stay together in `model.get_state_tree()`."""
+    """Common prefixes keep the variables together in `model.get_state_tree()`."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, name="inner"), 8.0, guard=SpikeGuard(), name="scaled")
     assert repr(optimizer) == f"LossScaleOptimizer(SGD, policy=FixedScaling(init_scale=8.0), guard={SpikeGuard()})"
-    assert {each.path.partition("/")[0] for each in optimizer.variables} == {"scaled", "inner"}
+    assert {variable.path.partition("/")[0] for variable in optimizer.variables} == {"scaled", "inner"}

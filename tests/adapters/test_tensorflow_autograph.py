@@ -1,4 +1,4 @@
-"""Steps that AutoGraph converts, as `tf.function` does by default: it can convert what it meets, or is told not to."""
+"""Steps that AutoGraph converts, which is the default of `tf.function`."""
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: F401, I001  # where AutoGraph's warnings are errors
 import keras
@@ -35,7 +35,7 @@ def _minimize(model):
 
 def _v1(model):
     optimizer = v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), "dynamic")
-    weights = [each.value for each in model.trainable_variables]
+    weights = [variable.value for variable in model.trainable_variables]
 
     @tf.function
     def step():
@@ -46,7 +46,7 @@ def _v1(model):
 
 @pytest.mark.parametrize("make", [_loop, _minimize, _v1])
 def test_a_step_that_autograph_converts(make):
-    """It trains, and prints nothing."""
+    """The step trains and prints nothing."""
     step = make(model := keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]))
     before = float(_loss(model))
     step()

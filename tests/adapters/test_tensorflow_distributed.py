@@ -1,4 +1,4 @@
-"""Two real processes under `MultiWorkerMirroredStrategy`: an overflow or a spike on either skips on both."""
+"""Two real processes under `MultiWorkerMirroredStrategy`: a bad step of one worker is skipped on both."""
 
 import json
 import os
@@ -21,9 +21,9 @@ def _free_ports(count):
 
 
 def test_two_workers_decide_alike():
-    """Each checks its scale and variables at every step, with the wrappers of Keras and of v1, one after the other.
+    """Each worker checks its scale and variables after every step, with the wrappers of Keras and of v1.
 
-    At the end both hold the same bits, slots included.
+    At the end both workers have the same bits, including the slots.
     """
     cluster = {"worker": [f"127.0.0.1:{port}" for port in _free_ports(2)]}
     workers = []

@@ -1,4 +1,4 @@
-"""The Keras examples, run for real: they learn in float16, and the steps that overflow change nothing."""
+"""The Keras examples learn in float16, and steps that overflow change nothing."""
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: F401, I001  # the devices of all tests, before any is used
 import runpy
@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def dtype_policy():
-    """Put Keras's own dtype policy back, which the examples set."""
+    """Restore Keras's dtype policy, which the examples set."""
     yield
     keras.config.set_dtype_policy("float32")
 
@@ -34,31 +34,31 @@ def _numbers(variables):
 
 
 def test_no_example_is_left_out():
-    """Each example is run here."""
+    """This file runs each example."""
     assert {path.stem for path in EXAMPLES.glob("keras_*.py")} == {"keras_fit", "keras_custom_loop"}
 
 
 def test_fit_learns_and_logs_the_scale():
-    """The history has the scale of each epoch, and what was skipped."""
+    """The history contains the loss scale and the skipped steps of each epoch."""
     accuracy, model, history = _main("keras_fit")()
     _assert_healthy(accuracy, model.optimizer)
     assert len(history["loss_scale"]) == 10
     assert history["skipped_steps"][-1] == int(model.optimizer.metrics()["skipped_steps"])
 
 
-def test_a_loop_of_ones_own_learns_and_resumes(tmp_path):
-    """A run that was stopped and started again is bit for bit one that was not."""
+def test_a_custom_loop_learns_and_resumes(tmp_path):
+    """A run that is stopped and started again ends with the same bits as a run without a stop."""
     main = _main("keras_custom_loop")
     accuracy, training = main(folder=tmp_path / "whole")
     _assert_healthy(accuracy, training.optimizer)
     main(40, folder=tmp_path / "halves")
     _, resumed = main(folder=tmp_path / "halves")
-    ours, theirs = ([*each.optimizer.variables, *each.average] for each in (training, resumed))
+    ours, theirs = ([*run.optimizer.variables, *run.average] for run in (training, resumed))
     assert _numbers(ours) == _numbers(theirs)
 
 
 def test_an_overflow_changes_nothing_in_fit():
-    """The first batch overflows: weights and BatchNorm's averages are as before."""
+    """After a first batch that overflows, the weights and BatchNorm's averages are unchanged."""
     main = _main("keras_fit")
     (_, before, _), (_, after, _) = main(0, 1), main(1, 1)
     assert int(after.optimizer.metrics()["skipped_steps"]) == 1

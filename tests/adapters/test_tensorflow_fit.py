@@ -1,4 +1,4 @@
-"""`LossScaleOptimizer` in `fit`, whichever way it runs: overflows, spikes, replicas, frozen layers, own steps."""
+"""`LossScaleOptimizer` in each mode of `fit`: overflows, spikes, replicas, frozen layers, custom train steps."""
 
 from tests.adapters.tensorflow_devices import STRATEGY  # noqa: I001
 from contextlib import nullcontext
@@ -66,13 +66,13 @@ def _dtype_policy():
     keras.config.set_dtype_policy("float32")
 
 
-def test_keras_own_wrapper_asks_one_replica():
-    """As the page says: an infinity on the second one ends up in the weights."""
+def test_keras_own_wrapper_lets_one_replica_decide():
+    """An infinity on the second replica reaches the weights, as the page says."""
     with STRATEGY.scope():
         model = _model(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01)), jit_compile=False)
     inputs, targets = _data(1)
     _fit(model, _spoilt(inputs, [ROWS - 1]), targets)
-    assert not all(np.isfinite(each).all() for each in model.get_weights())
+    assert not all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
 WAYS = {
@@ -98,10 +98,10 @@ SCOPES = {"two replicas": STRATEGY.scope, "one replica": tf.distribute.OneDevice
     ],
 )
 def test_every_way_to_run(way, dtype, wrapper):
-    """Overflows and spikes are skipped as if their batches had not been, and the state goes as the policy says.
+    """A run with overflows and spikes ends like a run without these batches, and the state follows the policy.
 
-    The weights end as those of Keras's own wrapper over the other batches. The loss scale does not learn of a spike.
-    An overflow on either of two replicas skips on both, and all their bits stay alike.
+    The other run uses Keras's own wrapper. A spike does not change the loss scale. An overflow on one of two replicas
+    skips the step on both, and the variables of both have the same bits.
     """
     keras.config.set_dtype_policy(dtype)
     steps, spikes, overflows = 30, [12, 13, 22], [3, 5, 6, 18, 28]
@@ -128,13 +128,13 @@ def test_every_way_to_run(way, dtype, wrapper):
     metrics = optimizer.metrics()
     assert [int(metrics[name]) for name in ("spikes", "skipped_steps", "steps")] == [3, 5, 27]
     assert int(tf.convert_to_tensor(optimizer.iterations)) == steps - len(spikes) - len(overflows)
-    kept = np.repeat([n not in spikes + overflows for n in range(steps)], ROWS)
+    good_rows = np.repeat([n not in spikes + overflows for n in range(steps)], ROWS)
     clean = _model(keras.optimizers.LossScaleOptimizer(_bare(global_clipnorm=1.0), 2.0**-4), jit_compile=False)
-    _assert_close(model, _fit(clean, inputs[kept], targets[kept]), atol=1e-6 if dtype == "float32" else 1e-3)
+    _assert_close(model, _fit(clean, inputs[good_rows], targets[good_rows]), atol=1e-6 if dtype == "float32" else 1e-3)
 
 
-def test_without_a_guard_nothing_is_added():
-    """Neither a variable nor an entry in the config, in the metrics or in the dict for other frameworks."""
+def test_an_optimizer_without_a_guard_has_no_guard_state():
+    """There is no guard variable, and no guard entry in the config, the metrics and the state dict."""
     without = _wrapped()
     assert len(LossScaleOptimizer(_bare(), POLICY, guard=SpikeGuard()).variables) == len(without.variables) + 5
     assert without.guard is without.guard_state is without.get_config()["guard"] is None
@@ -143,9 +143,9 @@ def test_without_a_guard_nothing_is_added():
 
 
 def test_layers_frozen_and_unfrozen():
-    """Between fits, as with the bare optimizer: what is frozen stays, what is unfrozen moves, slots continue.
+    """Between two calls of `fit`, frozen layers stay unchanged, unfrozen layers train, and slots continue.
 
-    A batch that overflows is as if it had not been.
+    A batch that overflows has no effect.
     """
 
     def train(optimizer, inputs, targets):
@@ -160,15 +160,15 @@ def test_layers_frozen_and_unfrozen():
         return model
 
     inputs, targets = _data(6)
-    kept = np.r_[:ROWS, 2 * ROWS : 6 * ROWS]
+    good_rows = np.r_[:ROWS, 2 * ROWS : 6 * ROWS]
     wrapped = train(_wrapped(), _spoilt(inputs, [ROWS]), targets)
-    _assert_close(wrapped, train(_bare(), inputs[kept], targets[kept]))
+    _assert_close(wrapped, train(_bare(), inputs[good_rows], targets[good_rows]))
     assert int(wrapped.optimizer.metrics()["skipped_steps"]) == 3
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_embeddings(jit_compile):
-    """Their sparse gradients are scaled, checked and unscaled like others: training is that of the bare optimizer."""
+    """Sparse gradients are scaled, checked and unscaled. Training ends like training with the bare optimizer."""
     layers = lambda: [keras.Input((2,)), keras.layers.Embedding(5, 3), keras.layers.Flatten(), keras.layers.Dense(1)]  # noqa: E731
     data = np.arange(32).reshape(16, 2) % 5, np.ones((16, 1), np.float32)
     ours, bare = (_fit(_model(make(), layers, jit_compile=jit_compile), *data) for make in (_wrapped, _bare))
@@ -179,30 +179,30 @@ def test_embeddings(jit_compile):
 @pytest.mark.parametrize("wrapper", [LossScaleOptimizer, lossscale_keras.LossScaleOptimizer])
 @pytest.mark.parametrize("is_built", [False, True])
 def test_schedule_free(wrapper, is_built):
-    """Its averages begin at the model's first values, which a model that is built in `fit` only has in the trace.
+    """Its averages begin at the first values of the model. If `fit` builds the model, only the trace has these values.
 
-    It trains as the bare one, which is built before `fit` where the model is.
+    The wrapper trains like the bare optimizer, which is built before `fit` if the model is built before.
     """
     make = lambda: keras.optimizers.ScheduleFreeAdamW(0.05)  # noqa: E731
     layers = lambda: [*[keras.Input((3,))] * is_built, keras.layers.Dense(4), keras.layers.Dense(1)]  # noqa: E731
-    ours, bare = (_model(each, layers, jit_compile=False) for each in (wrapper(make(), POLICY), make()))
+    ours, bare = (_model(optimizer, layers, jit_compile=False) for optimizer in (wrapper(make(), POLICY), make()))
     if is_built:
         bare.optimizer.build(bare.trainable_variables)
-    _assert_close(*(_fit(each, *_data(4), epochs=3) for each in (ours, bare)))
+    _assert_close(*(_fit(model, *_data(4), epochs=3) for model in (ours, bare)))
 
 
 @pytest.mark.parametrize("of", [tf_keras.optimizers, tf_keras.optimizers.legacy])
 def test_optimizers_of_tf_keras(of):
-    """Keras 3 trains with one, too, and ends as it ends with its own."""
+    """Keras 3 trains with an optimizer of tf_keras, and ends like training with its own optimizer of this name."""
     ours, theirs = (
-        _fit(_model(LossScaleOptimizer(each.Adam(0.1)), jit_compile=False), *_data(4), epochs=2)
-        for each in (of, keras.optimizers)
+        _fit(_model(LossScaleOptimizer(module.Adam(0.1)), jit_compile=False), *_data(4), epochs=2)
+        for module in (of, keras.optimizers)
     )
     _assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_a_lowered_growth_interval_reaches_fit_when_it_is_traced_again():
-    """Even below the present count; and a warning says that the step must be traced."""
+    """The interval may be below the current count. A warning says that the step must be traced again."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), DynamicScaling(init_scale=4.0, growth_interval=100))
     optimizer.dynamic_growth_steps = 50
     model = _fit(_model(optimizer), *_data(4))

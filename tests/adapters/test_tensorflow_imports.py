@@ -1,4 +1,4 @@
-"""`import lossscale_tf`, with and without the packages that it needs, and what it puts into a user's namespace."""
+"""`import lossscale_tf` with and without the packages that it needs, and the names that a star import adds."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 
 @pytest.mark.parametrize("package", ["keras", "tensorflow"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(package):
-    """One sentence says what is missing and what to run; the original error is chained."""
+    """The message names the missing package and the command to run. The original error is chained."""
     command = [sys.executable, "-c", WITHOUT_A_PACKAGE, package]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said == (
@@ -36,7 +36,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(package):
 
 
 def test_a_star_import_leaves_the_name_of_keras_alone():
-    """`from lossscale_tf import *` brings `LossScaleOptimizer` and `v1`, and `keras` stays Keras."""
+    """`from lossscale_tf import *` imports `LossScaleOptimizer` and `v1`, and does not replace `keras`."""
     names = {"keras": keras}
     exec("from lossscale_tf import *", names)
     assert names["keras"] is keras

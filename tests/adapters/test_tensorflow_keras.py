@@ -22,9 +22,9 @@ tf1 = tf.compat.v1
 KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
 MAKERS = [
     *(
-        each
-        for name, each in vars(keras.optimizers).items()
-        if isinstance(each, type) and not name.startswith(("Loss", "Multi", "Optimizer"))
+        optimizer
+        for name, optimizer in vars(keras.optimizers).items()
+        if isinstance(optimizer, type) and not name.startswith(("Loss", "Multi", "Optimizer"))
         if name != "Muon" or KERAS >= (3, 11)  # before, Keras has none that runs
     ),
     tf_keras.optimizers.Adam,
@@ -35,9 +35,9 @@ MAKERS = [
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_every_optimizer(make):
-    """A skipped step between two others leaves no trace in it, to the last bit; its config makes the same wrapper.
+    """A skipped step between two other steps changes no bit, and the config makes an equal wrapper.
 
-    Keras 3 and tf_keras have some of the same name.
+    Some optimizers of Keras 3 and tf_keras have the same name.
     """
     optimizer = LossScaleOptimizer(make(0.5), POLICY, global_clipnorm=1.0)
     again = LossScaleOptimizer.from_config(optimizer.get_config())
@@ -56,7 +56,7 @@ def test_every_optimizer(make):
 
 
 def test_scaling_twice_is_an_error():
-    """By hand, as Keras does, within `minimize`, and in a function that AutoGraph converts."""
+    """`get_scaled_loss`, `scale_loss` and `minimize` reject a scaled loss, also in functions of AutoGraph."""
     optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0), tf.Variable(1.0)
     for twice in (
         lambda: optimizer.scale_loss(optimizer.scale_loss(variable * 1.0)),
@@ -69,8 +69,8 @@ def test_scaling_twice_is_an_error():
     assert float(variable) == 1.0
 
 
-def test_values_that_overwrite_a_variable_are_no_gradients():
-    """As those of float8 scales: they are neither unscaled nor clipped, and do not count in the norm."""
+def test_values_that_overwrite_a_variable_are_not_gradients():
+    """Such values, as for float8 scales, are not unscaled, not clipped and not part of the norm."""
     variable, overwritten = keras.Variable([0.0]), keras.Variable([1.0])
     overwritten.overwrite_with_gradient = True
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0, global_clipnorm=1.0)
@@ -81,7 +81,7 @@ def test_values_that_overwrite_a_variable_are_no_gradients():
 
 
 def test_a_hyperparameter_reaches_the_inner_optimizer():
-    """Set between eager steps; one that the inner optimizer has not is an error."""
+    """It may be set between eager steps. Setting a name that the inner optimizer lacks is an error."""
     variable = tf.Variable(0.0)
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, momentum=0.5), 8.0)
     for momentum, expected in ((0.5, -1.0), (0.0, -2.0)):
@@ -102,15 +102,15 @@ def test_a_hyperparameter_reaches_the_inner_optimizer():
     ],
 )
 def test_iterations_can_be_set(inner, value):
-    """As the inner optimizer's can; Keras 3's in applied steps, whatever it accumulates."""
+    """Setting it sets the inner optimizer's count. It counts applied steps, even if Keras 3 accumulates gradients."""
     optimizer = LossScaleOptimizer(inner(), POLICY)
     optimizer.iterations = value
     assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations) == 7
 
 
 @EACH_MODE
-def test_a_gradient_aggregator_of_ones_own(mode):
-    """That of a legacy optimizer gets unscaled gradients, and what it returns is checked and applied."""
+def test_a_custom_gradient_aggregator(mode):
+    """The aggregator of a legacy optimizer gets unscaled gradients. Its results are checked and applied."""
     variables = [tf.Variable(0.0), tf.Variable(0.0)]
     aggregate = lambda pairs: [(4.0 * grad, variable) for grad, variable in pairs]  # noqa: E731
     optimizer = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0, gradient_aggregator=aggregate), 2.0)
@@ -120,13 +120,13 @@ def test_a_gradient_aggregator_of_ones_own(mode):
     step = mode(lambda factor: optimizer.minimize(lambda: factor * tf.add_n(variables), variables))
     for factor in (1.0, INF, 1e38):  # the last one is finite until it is aggregated
         step(tf.constant(factor))
-    assert [float(each) for each in variables] == [-4.0, -4.0]
+    assert [float(variable) for variable in variables] == [-4.0, -4.0]
     assert int(optimizer.metrics()["skipped_steps"]) == 2
 
 
 @pytest.mark.parametrize("of_v1", [False, True])
 def test_eager_steps_of_two_threads(of_v1):
-    """Are taken one at a time: each of them counts, and is in the weights."""
+    """The steps run one after another. Each step counts, and changes the weights."""
     inner = tf1.train.GradientDescentOptimizer(1.0) if of_v1 else keras.optimizers.SGD(1.0)
     wrapper = v1.LossScaleOptimizer if of_v1 else LossScaleOptimizer
     optimizer, variable = wrapper(inner, loss_scale=DynamicScaling(growth_interval=7)), tf.Variable(0.0)
@@ -146,8 +146,8 @@ def test_eager_steps_of_two_threads(of_v1):
 
 
 @pytest.mark.parametrize("of_v1", [False, True])
-def test_two_models_do_not_take_turns(of_v1):
-    """An eager step of one model is taken while that of another waits."""
+def test_two_models_step_at_the_same_time(of_v1):
+    """An eager step of one model runs while a step of another model waits."""
     wrapper, sgd = (
         (v1.LossScaleOptimizer, tf1.train.GradientDescentOptimizer)
         if of_v1
@@ -175,7 +175,7 @@ def test_two_models_do_not_take_turns(of_v1):
 
 @pytest.mark.parametrize("make", [keras.optimizers.SGD, tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD])
 def test_a_parameter_server(make):
-    """A strategy in which an older optimizer cannot leave out its own sum."""
+    """Under this strategy a legacy optimizer cannot omit its own sum over replicas."""
     strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0"])
     with strategy.scope():
         variable, optimizer = tf.Variable(0.0), LossScaleOptimizer(make(1.0), 8.0)
@@ -186,7 +186,7 @@ def test_a_parameter_server(make):
 
 @EACH_MODE
 def test_gradients_of_other_kinds(mode):
-    """Numbers and arrays are taken, integers are refused, and a variable without a gradient is named."""
+    """Numbers and arrays are accepted, integers are errors, and a warning names a variable without a gradient."""
     optimizer, variable, other = LossScaleOptimizer(keras.optimizers.SGD(1.0), 4.0), tf.Variable(0.0), tf.Variable(0.0)
     optimizer.build([variable, other])
 
@@ -203,8 +203,8 @@ def test_gradients_of_other_kinds(mode):
 
 
 @pytest.mark.parametrize("make", [keras.optimizers.SGD, tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD])
-def test_what_follows_a_step(make):
-    """`apply_gradients` and `minimize` return the count of applied steps, for which a graph can wait."""
+def test_the_result_of_a_step(make):
+    """`apply_gradients` and `minimize` return the count of applied steps, and a graph can wait for it."""
     optimizer, variable, copied = LossScaleOptimizer(make(1.0), 4.0), tf.Variable(0.0), tf.Variable(0.0)
     optimizer.build([variable])
 

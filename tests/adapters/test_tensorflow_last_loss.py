@@ -1,7 +1,7 @@
-"""Gradients belong to the last loss that was scaled, or to the one that the caller names.
+"""Gradients belong to the last scaled loss, or to the loss that the caller names.
 
-The scale grows after each step, so that gradients divided by a scale of another step would be found by a factor of two.
-It begins below 1, so that a rule that stops at 1 is found.
+The scale grows after each step, so that gradients divided by the scale of another step are wrong by a factor of two.
+It starts below 1, so that a rule with a minimum of 1 fails.
 """
 
 from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY, compiled, eager, traced  # noqa: I001
@@ -41,7 +41,7 @@ class Two:
 
     def __init__(self):
         self.variables = [keras.Variable(0.0), keras.Variable(0.0)]
-        self.weights = [each.value for each in self.variables]
+        self.weights = [variable.value for variable in self.variables]
         """The same variables as TensorFlow's: a loop may name either."""
         self.optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), GROWS)
         self.optimizer.build(self.weights)
@@ -61,11 +61,11 @@ class Two:
         return self.optimizer.get_unscaled_gradients(grads, loss=loss)
 
     def apply(self, grads, weight):
-        """Apply gradients as they are."""
+        """Apply gradients unchanged."""
         self.optimizer.apply_gradients([(grads[0], self.variables[weight])])
 
     def unscale_and_apply(self, grads, weight):
-        """Apply scaled gradients as a loop does."""
+        """Unscale and apply gradients, like a loop."""
         self.apply(self.unscale(grads), weight)
 
     def minimize(self, weight, gradient):
@@ -73,8 +73,8 @@ class Two:
         self.optimizer.minimize(lambda: self.weights[weight] * gradient, [self.weights[weight]])
 
     def went(self, first, second=0.0):
-        """Require that the weights went so far, and that no call was missed."""
-        assert [float(each) for each in self.weights] == [-first, -second]
+        """Require that the weights moved by these amounts, and that no call was missing."""
+        assert [float(weight) for weight in self.weights] == [-first, -second]
         assert self.optimizer.steps_with_missing_calls == 0
 
 
@@ -161,7 +161,7 @@ def _zeros_that_tensorflow_keeps_for_variables_without_a_part_in_the_loss(two):
     ],
 )
 def test_right_loops(mode, program):
-    """The weights go by the true gradients, whatever comes between a loss and its step, and nothing is said."""
+    """The weights move by the true gradients, without a warning, whatever happens between a loss and its step."""
     two = Two()
     step = mode(lambda: program(two))
     for calls in (1, 2):
@@ -170,18 +170,18 @@ def test_right_loops(mode, program):
 
 
 @EACH_MODE
-@pytest.mark.parametrize("each", [True, False], ids=["unscaled each", "unscaled once"])
-def test_gradients_are_accumulated(mode, each):
-    """Over windows of 4, 4 and 2 micro-batches, in functions that are traced apart; each is unscaled, or their sum."""
+@pytest.mark.parametrize("is_unscaled", [True, False], ids=["unscaled each", "unscaled once"])
+def test_gradients_are_accumulated(mode, is_unscaled):
+    """Windows have 4, 4 and 2 micro-batches, in separate functions. Each gradient is unscaled, or their sum."""
     two, total = Two(), tf.Variable(0.0)
 
     def micro_batch():
         grads = two.scaled(0, 3.0)
-        total.assign_add((two.unscale(grads) if each else grads)[0])
+        total.assign_add((two.unscale(grads) if is_unscaled else grads)[0])
 
     def step():
         grads = [tf.convert_to_tensor(total)]
-        two.apply(grads if each else two.unscale(grads), 0)
+        two.apply(grads if is_unscaled else two.unscale(grads), 0)
         total.assign(0.0)
 
     micro_batch, step = mode(micro_batch), mode(step)
@@ -193,9 +193,9 @@ def test_gradients_are_accumulated(mode, each):
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Calls in any order in which each gradient is that of the last loss, or of one that is named.
+    """Calls in any order. Each gradient belongs to the last loss, or to a loss that is named.
 
-    The model is the true gradient. A call is made in eager code, in a graph, in a thread, or in a branch of a graph.
+    The model is the true gradient. Calls are made eagerly, in a graph, in a thread, or in a branch of a graph.
     """
 
     waiting = Bundle("gradients that are not applied")
@@ -245,7 +245,7 @@ class AnyOrder(RuleBasedStateMachine):
         factor, named = 1.0 if is_processed else None, None if is_last else loss
         place = place if is_last else eager
         unscale = lambda grads: self.two.unscale(grads, named)  # noqa: E731
-        grads = place(lambda grads: [each * factor for each in unscale(grads)] if factor else unscale(grads))(
+        grads = place(lambda grads: [grad * factor for grad in unscale(grads)] if factor else unscale(grads))(
             gradients["grads"]
         )
         if is_last:
@@ -254,7 +254,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(place=places, gradients=consumes(waiting), by_keras=st.booleans())
     def apply(self, place, gradients, by_keras):
-        """Apply gradients by `apply` or `apply_gradients`, if it takes them in this stage."""
+        """Apply gradients by `apply` or `apply_gradients`, if the stage of the loss allows it."""
         weight, named = gradients["weight"], None
         if gradients.get("is_marked") and place in (eager, _in_a_thread):
             is_right = True
@@ -276,18 +276,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def went(self):
-        """Require that the weights went by the true gradients."""
+        """Require that the weights moved by the true gradients."""
         self.two.went(*self.right)
 
 
 def test_any_order_of_calls():
-    """No step is divided by the scale of another loss, and nothing is said."""
+    """No step divides by the scale of another loss, and there is no warning."""
     run_state_machine_as_test(AnyOrder, settings=settings(few_examples, stateful_step_count=10))
 
 
 @pytest.mark.parametrize("by", ["get_unscaled_gradients", "apply_gradients", "apply"])
 def test_gradients_of_one_compiled_function_that_another_applies(by):
-    """The scale is set in between."""
+    """The scale changes between the two functions."""
     two = Two()
     scaled = compiled(lambda: two.scaled(0, 3.0, "get_scaled_loss" if by == "get_unscaled_gradients" else "scale_loss"))
     steps = {
@@ -304,7 +304,7 @@ def test_gradients_of_one_compiled_function_that_another_applies(by):
 
 
 def test_replicas_with_two_losses():
-    """Two losses are scaled before the first is applied, eagerly and in a graph; and a step is in two runs."""
+    """Two losses are scaled before the first step, eagerly and in a graph. A step may consist of two runs."""
     with STRATEGY.scope():
         two = Two()
 
@@ -314,14 +314,14 @@ def test_replicas_with_two_losses():
         two.unscale_and_apply(second, 1)
 
     step = lambda: STRATEGY.run(interleaved)  # noqa: E731
-    for each in (step, step, traced(step), traced(step)):
-        each()
-    assert [float(each.numpy()) for each in two.weights] == [-4.0, -8.0]
+    for run_step in (step, step, traced(step), traced(step)):
+        run_step()
+    assert [float(weight.numpy()) for weight in two.weights] == [-4.0, -8.0]
     for _ in range(2):
         grads = STRATEGY.run(lambda: two.scaled(0, 0.5))
         STRATEGY.run(lambda: two.minimize(1, 1.0))
         STRATEGY.run(lambda grads: two.unscale_and_apply(grads, 0), args=(grads,))
-    assert [float(each.numpy()) for each in two.weights] == [-6.0, -12.0]
+    assert [float(weight.numpy()) for weight in two.weights] == [-6.0, -12.0]
     assert two.optimizer.steps_with_missing_calls == 0
     with STRATEGY.scope():
         three = Two()
@@ -333,11 +333,11 @@ def test_replicas_with_two_losses():
 
 
 @EACH_MODE
-def test_promises_072_080_each_exactly_once(mode):
-    """A missing unscaling is refused at the first step, and so is a second one.
+def test_promises_072_080_scaling_and_unscaling_exactly_once(mode):
+    """The first step without unscaling is an error, and so is unscaling twice.
 
-    Nothing is applied then, and the next right step is right. The gradient of an unscaled loss after a scaled one that
-    was given up looks the same as one that was not unscaled.
+    These calls change nothing, and the next correct step works. A gradient of an unscaled loss after a scaled loss that
+    was dropped looks like a gradient that was not unscaled, and is an error, too.
     """
 
     def of_an_unscaled_loss(two):
@@ -386,7 +386,7 @@ MISSING = {
     ),
     "divided by loss_scale": (UNSCALED, _divided_by(lambda optimizer: optimizer.loss_scale)),
     "divided by dynamic_scale": (UNSCALED, _divided_by(lambda optimizer: optimizer.dynamic_scale)),
-    "divided by that of scale_state": (UNSCALED, _divided_by(lambda optimizer: optimizer.scale_state.loss_scale)),
+    "divided by scale_state.loss_scale": (UNSCALED, _divided_by(lambda optimizer: optimizer.scale_state.loss_scale)),
     "neither": (f"{SCALED} and {UNSCALED}", _within(lambda two: two.apply([tf.constant(2.0)], 0))),
 }
 
@@ -394,7 +394,7 @@ MISSING = {
 @EACH_MODE
 @pytest.mark.parametrize(("calls", "make"), MISSING.values(), ids=MISSING)
 def test_promise_080_a_call_that_is_missing(mode, calls, make):
-    """Where the caller may have done it by hand, the gradients are applied, each step counted, the first warned of."""
+    """If the caller may have scaled or unscaled itself, the step is applied and counted, and the first step warns."""
     two = Two()
     step = make(two, mode)
     for is_first in (True, False):
@@ -405,7 +405,7 @@ def test_promise_080_a_call_that_is_missing(mode, calls, make):
 
 
 def test_the_call_that_scaled_last_decides_in_whatever_order_functions_were_traced():
-    """`scale_loss` in one function, `get_scaled_loss` in another that is called in between."""
+    """`scale_loss` runs in one function, and `get_scaled_loss` in a function that is called in between."""
     two = Two()
     grads = traced(lambda: two.scaled(0, 1.0, "scale_loss"))
     evaluate = traced(lambda: two.optimizer.get_scaled_loss(two.weights[0] * 1.0))
@@ -416,7 +416,7 @@ def test_the_call_that_scaled_last_decides_in_whatever_order_functions_were_trac
 
 
 def test_a_function_that_was_traced_and_has_not_run_yet():
-    """The first scale is that of scaled gradients then, and unscaled ones are applied as they are."""
+    """Scaled gradients are divided by the first scale, and unscaled gradients are applied unchanged."""
     two = Two()
     grads = traced(lambda: two.scaled(0, 1.0, "scale_loss"))
     grads.get_concrete_function()

@@ -25,8 +25,8 @@ _sgd_of_v1 = tf.compat.v1.train.GradientDescentOptimizer
         (lambda: _sgd, "is not a Keras optimizer"),
     ],
 )
-def test_what_cannot_be_wrapped_is_refused(inner, words):
-    """With a reason, on one line."""
+def test_objects_that_cannot_be_wrapped(inner, words):
+    """The message names the reason on one line."""
     with pytest.raises(TypeError, match=words):
         LossScaleOptimizer(inner())
 
@@ -45,13 +45,13 @@ def test_what_cannot_be_wrapped_is_refused(inner, words):
     ],
 )
 def test_arguments_that_do_not_go_together_or_do_not_exist(arguments, words):
-    """The values are in the message, and what to pass instead."""
+    """The message contains the values, and what to pass instead."""
     with pytest.raises((ValueError, TypeError), match=words):
         LossScaleOptimizer(**{"inner_optimizer": _sgd(), **arguments})
 
 
 def test_one_optimizer_in_two_wrappers():
-    """Is refused, since both would save it under the same names."""
+    """It is an error, because files would have the same names for both wrappers."""
     inner = tf_keras.optimizers.SGD()
     tf_keras.mixed_precision.LossScaleOptimizer(inner)
     with pytest.raises(ValueError, match="already wrapped by a LossScaleOptimizer"):
@@ -66,8 +66,8 @@ def test_one_optimizer_in_two_wrappers():
         ("dynamic_growth_steps", 5, "dynamic_growth_steps belongs to dynamic scaling"),
     ],
 )
-def test_what_cannot_be_set(name, value, words):
-    """The policy changes the scale, and stays as it is."""
+def test_attributes_that_cannot_be_set(name, value, words):
+    """Only the policy changes the scale."""
     optimizer, variable = LossScaleOptimizer(_sgd(0.5), 8.0), tf.Variable(1.0)
     with pytest.raises(AttributeError, match=words):
         setattr(optimizer, name, value)
@@ -76,7 +76,7 @@ def test_what_cannot_be_set(name, value, words):
 
 
 def test_a_graph_for_sessions():
-    """Is refused, and `v1` is named: a Keras optimizer has no operation to run there."""
+    """The error names `v1`, because a Keras optimizer has no operation for a session."""
     with tf.Graph().as_default():
         variable, optimizer = tf.Variable(1.0), LossScaleOptimizer(_sgd(0.1), 8.0)
         for call in (
@@ -93,7 +93,7 @@ def test_a_graph_for_sessions():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_an_optimizer_that_has_taken_steps(is_loaded):
-    """Its scale starts over, with a warning; a loaded state has none, though it has counted no steps."""
+    """The scale starts over, with a warning. After loading a state there is no warning, even without steps."""
     inner, variable = _sgd(0.5), tf.Variable(1.0)
     inner.build([variable])
     inner.apply([tf.constant(0.0)], [variable])

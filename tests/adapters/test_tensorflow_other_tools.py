@@ -24,7 +24,7 @@ def _gradient(finite):
 
 
 def _of_keras_3(config):
-    """Return Keras 3's wrapper, a function that takes a step and returns the scale, and what its files keep."""
+    """Return Keras 3's wrapper, a function that takes a step and returns the scale, and one that returns its state."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), **config)
     optimizer.build([keras.Variable(1.0)])
 
@@ -32,11 +32,11 @@ def _of_keras_3(config):
         optimizer.apply([_gradient(finite)])
         return optimizer.dynamic_scale.numpy()
 
-    return optimizer, step, lambda: {each.path: each for each in (optimizer.dynamic_scale, optimizer.step_counter)}
+    return optimizer, step, lambda: {v.path: v for v in (optimizer.dynamic_scale, optimizer.step_counter)}
 
 
 def _of_tf_keras(config):
-    """Return the same of `tf.keras.mixed_precision`'s, as of TensorFlow 2.4, kept alive by tf_keras."""
+    """Return the same for the wrapper of `tf.keras.mixed_precision` since TensorFlow 2.4, which tf_keras contains."""
     variable, inner = tf.Variable(1.0), tf_keras.optimizers.legacy.SGD(0.1)
     optimizer = tf_keras.mixed_precision.LossScaleOptimizer(inner, **config)
 
@@ -44,10 +44,10 @@ def _of_tf_keras(config):
         optimizer.apply_gradients([(_gradient(finite), variable)])
         return optimizer.loss_scale
 
-    def saved():
+    def read_state():
         return {"current_loss_scale": optimizer.loss_scale, "good_steps": optimizer.dynamic_counter}
 
-    return optimizer, step, saved
+    return optimizer, step, read_state
 
 
 @settings(max_examples=50)
@@ -58,15 +58,15 @@ def _of_tf_keras(config):
     st.integers(0, 15),
 )
 def test_keras(original, config, grads_finite, stop):
-    """The scale of each step is the original's; so it is in a run resumed from what that saves after `stop` steps."""
+    """Each step has the original's scale, also in a run that continues from its state after `stop` steps."""
     name, make = original
-    optimizer, step, saved = make(config)
+    optimizer, step, read_state = make(config)
     policy = from_tool(name, config)
     assert from_tool(name, optimizer.get_config()) == policy
     states = [policy.init_state()]
     for index, finite in enumerate(grads_finite):
         if index == stop:
-            states.append(state_from_tool(name, saved(), policy))
+            states.append(state_from_tool(name, read_state(), policy))
         scale = float(step(finite))
         if not SMALLEST_SCALE < scale < LARGEST_SCALE:
             return
@@ -83,7 +83,7 @@ def test_keras(original, config, grads_finite, stop):
     overflow_traces(max_steps=30),
 )
 def test_compat_v1(config, grads_finite):
-    """`DynamicLossScale.update` moves the scale as the policy of the drop-in does."""
+    """`DynamicLossScale.update` changes the scale like the policy of the drop-in."""
     original, policy = tf.compat.v1.mixed_precision.DynamicLossScale(**config), v1.DynamicLossScale(**config)
     state = policy.init_state()
     for finite in grads_finite:
@@ -100,7 +100,7 @@ def _keras_policy(**arguments):
 
 @pytest.mark.parametrize("interval", [1, 3, 0, -2, 7.0, float("inf"), 10**10])
 def test_the_drop_ins_take_an_interval_alike(interval):
-    """One meaning for `tf.compat.v1`, `tf.contrib`, Keras and `from_tool`, whichever way the number comes."""
+    """An interval of any type means the same in `tf.compat.v1`, `tf.contrib`, Keras and `from_tool`."""
     policy = from_tool("keras", {"dynamic_growth_steps": interval})
     assert _keras_policy(dynamic_growth_steps=interval) == policy
     assert v1.DynamicLossScale(increment_period=interval).growth_interval == policy.growth_interval
@@ -109,13 +109,13 @@ def test_the_drop_ins_take_an_interval_alike(interval):
 
 
 def test_a_fraction_of_an_interval():
-    """Keras cuts it off; `tf.contrib` counts to it, so that it is rounded up."""
+    """Keras rounds it down. `tf.contrib` counts to the fraction, so that it is rounded up."""
     assert _keras_policy(dynamic_growth_steps=2.5).growth_interval == 2
     assert v1.ExponentialUpdateLossScaleManager(8.0, 2.5).growth_interval == 3
 
 
 def test_the_drop_in_has_the_policy_of_from_tool():
-    """Each argument, and each default."""
+    """Each argument and each default gives the same policy."""
     fixed, dynamic = {"initial_scale": 64, "dynamic": False}, {"initial_scale": 64, "dynamic_growth_steps": 3}
     for arguments in ({}, {"initial_scale": None}, dynamic, fixed):
         assert _keras_policy(**arguments) == from_tool("keras", arguments)
@@ -138,8 +138,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize("argument", CALLS)
-def test_what_is_not_a_number_is_refused_by_the_name_of_its_argument(argument):
-    """Whatever it is; a number in an array or a list of one element is taken."""
+def test_an_argument_that_is_not_a_number_is_named(argument):
+    """The error names the argument. A number in an array or a list of one element is accepted."""
     for odd in ODD:
         if odd is not None or argument not in ("initial_scale", "dynamic_growth_steps"):  # None is Keras's default
             with pytest.raises(PolicyError, match=f"^{argument}="):
@@ -160,14 +160,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "arguments"), REFUSED)
-def test_what_tensorflow_takes_and_no_policy_can_do_is_refused(make, arguments):
-    """By the name of its argument, as `docs/migrating.md` lists."""
+def test_settings_that_no_policy_has_are_refused(make, arguments):
+    """The error names the argument, as in `docs/migrating.md`."""
     with pytest.raises(PolicyError, match="|".join(arguments)):
         make(**arguments)
 
 
 def test_a_checkpoint_on_disk(tmp_path):
-    """What `tf.train.load_checkpoint` lists is what `state_from_tool` reads."""
+    """`state_from_tool` reads the names that `tf.train.load_checkpoint` lists."""
     loss_scale = tf.compat.v1.mixed_precision.DynamicLossScale(initial_loss_scale=8.0)
     for finite in (True, False, True, True):
         loss_scale.update([_gradient(finite)])
@@ -179,7 +179,7 @@ def test_a_checkpoint_on_disk(tmp_path):
 
 @pytest.mark.parametrize("make", [tf_keras.optimizers.Adam, lambda: tf_keras.optimizers.SGD(momentum=0.9)])
 def test_a_checkpoint_of_tf_keras_restores_the_inner_optimizer(tmp_path, make):
-    """Its slots and its count of steps, which the wrapper of tf_keras saved as its own."""
+    """It restores the slots and the count of steps, which tf_keras's wrapper saved as its own."""
     variable, theirs = tf.Variable([1.0, 2.0]), tf_keras.mixed_precision.LossScaleOptimizer(make())
     for _ in range(3):
         theirs.apply_gradients([(tf.ones(2), variable)])
@@ -188,9 +188,9 @@ def test_a_checkpoint_of_tf_keras_restores_the_inner_optimizer(tmp_path, make):
     ours.build([variable])
     status = tf.train.Checkpoint(optimizer=ours.inner_optimizer).restore(path)
     status.assert_existing_objects_matched().expect_partial()
-    saved, loaded = (
-        {each.name: each.numpy().tolist() for each in optimizer.variables}
+    original, loaded = (
+        {variable.name: variable.numpy().tolist() for variable in optimizer.variables}
         for optimizer in (theirs.inner_optimizer, ours.inner_optimizer)
     )
-    assert loaded == saved
+    assert loaded == original
     assert int(ours.iterations) == 3

@@ -1,4 +1,4 @@
-"""What `tf.keras.mixed_precision`'s documents promise of their `LossScaleOptimizer`, promise by promise (48 to 99).
+"""Promises 48 to 99: the documents of `tf.keras.mixed_precision` about its `LossScaleOptimizer`.
 
 Each is tried eagerly and in `tf.function` where that differs, and around the optimizers of Keras 3 and both generations
 of tf_keras where it is about what they do.
@@ -33,7 +33,7 @@ def _wrapped(*args, rate=0.25, of=keras.optimizers, **kwargs):
 
 
 def test_promises_048_049_050_051_058_075_076_082_083_the_constructor():
-    """`(optimizer, loss_scale)`, by place and by name: a number is fixed, "dynamic" begins at 2**15; or a policy.
+    """`(optimizer, loss_scale)` by position or name: a number is fixed, and "dynamic" starts at 2**15; or a policy.
 
     Or `(inner_optimizer, dynamic=True, initial_scale=None, dynamic_growth_steps=None)`: dynamic, 2**15, 2000. The loss
     scale can be read, in float32 and of shape `()`.
@@ -56,7 +56,7 @@ def test_promises_048_049_050_051_058_075_076_082_083_the_constructor():
 
 @EACH_MODE
 def test_promise_052_scaling_in_minimize_and_get_gradients(optimizers, mode):
-    """The loss is scaled on the way, the gradients come out unscaled."""
+    """Both scale the loss, and return or apply unscaled gradients."""
     optimizer = _wrapped(4.0, of=optimizers)
     variable = tf.Variable(3.0)
 
@@ -94,9 +94,9 @@ def test_promises_054_055_077_078_079_the_examples(optimizers, make):
 @EACH_MODE
 @pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
 def test_promises_053_056_064_083_084_085_087_091_the_rule(optimizers, mode, bad):
-    """Doubled after every N-th finite step; one bad element of any gradient resets the count, skips and halves.
+    """The scale doubles after N finite steps. A bad element resets the count, skips the step and halves the scale.
 
-    A skipped step changes nothing else, slots included; `iterations` counts applied steps. `minimize` counts, too.
+    A skipped step does not change variables or slots. `iterations` counts applied steps, also of `minimize`.
     """
     optimizer = LossScaleOptimizer(optimizers.Adam(0.1), initial_scale=4.0, dynamic_growth_steps=2)
     variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
@@ -108,7 +108,7 @@ def test_promises_053_056_064_083_084_085_087_091_the_rule(optimizers, mode, bad
         optimizer.apply_gradients(zip(grads, variables, strict=True))
 
     def bits():
-        return [each.numpy().tobytes() for each in (*variables, *optimizer.weights)]
+        return [variable.numpy().tobytes() for variable in (*variables, *optimizer.weights)]
 
     step, seen, after = mode(step), [], None
     for grad in (1.0, 1.0, 1.0, bad, 1.0):
@@ -125,7 +125,7 @@ def test_promises_053_056_064_083_084_085_087_091_the_rule(optimizers, mode, bad
 @EACH_MODE
 @pytest.mark.parametrize("with_tape", [False, True])
 def test_promise_090_compute_gradients(optimizers, mode, with_tape):
-    """It scales the loss and unscales the gradients, as that of tf_keras's wrapper; processed, they may be applied."""
+    """It scales the loss and unscales the gradients, like tf_keras's wrapper. Changed gradients may be applied."""
     optimizer, variable = _wrapped(8.0, rate=1.0, of=optimizers), tf.Variable([1.0, 2.0])
     optimizer.build([variable])
 
@@ -135,7 +135,7 @@ def test_promise_090_compute_gradients(optimizers, mode, with_tape):
             with tf.GradientTape() as tape:
                 loss = loss()
         pairs = optimizer.compute_gradients(loss, [variable], tape)
-        optimizer.apply_gradients([(2.0 * grad, each) for grad, each in pairs])
+        optimizer.apply_gradients([(2.0 * grad, variable) for grad, variable in pairs])
         return pairs[0][0]
 
     step = mode(step)
@@ -146,7 +146,7 @@ def test_promise_090_compute_gradients(optimizers, mode, with_tape):
 
 
 def test_promise_090_methods_of_each_generation():
-    """What an optimizer has besides, its wrapper has; an optimizer of Keras 3 has none of it."""
+    """The wrapper has the other methods of its inner optimizer. Around a Keras 3 optimizer they do not exist."""
     variable = tf.Variable(1.0)
     legacy = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0, clipnorm=10.0), 8.0)
     assert (legacy.clipnorm, legacy.use_ema) == (10.0, False)
@@ -165,9 +165,10 @@ def test_promise_090_methods_of_each_generation():
 
 
 def test_promises_059_060_073_090_weights_and_slots(optimizers):
-    """The inner optimizer's weights in the order in which they were made, and its slots, also one that was added.
+    """The wrapper has the inner optimizer's weights, in the order of their creation, and its slots.
 
-    Slots are found by name and variable, though variables may be named alike, and one's name may begin with another's.
+    Slots are found by name and variable, even if variables have the same name, or the name of one begins with the name
+    of another.
     """
     first = (keras if optimizers is keras.optimizers else tf).Variable([1.0, 2.0])
     variables = [first, tf.Variable([3.0]), tf.Variable([[4.0]], name="w"), tf.Variable([[[5.0]]], name="w_0_b")]
@@ -195,7 +196,7 @@ def test_promises_059_060_073_090_weights_and_slots(optimizers):
     "own_sum", [{}, {"experimental_aggregate_gradients": False}, {"skip_gradients_aggregation": True}], ids=str
 )
 def test_promises_061_062_063_over_replicas(optimizers, own_sum):
-    """Gradients are summed over replicas, then checked; a sum by the user is not repeated; one overflow skips all."""
+    """Gradients are summed once over replicas, then checked. An overflow on one replica skips the step on all."""
     with STRATEGY.scope():
         variable, optimizer = tf.Variable(1.0), _wrapped(DynamicScaling(init_scale=8.0), rate=1.0, of=optimizers)
 
@@ -212,7 +213,7 @@ def test_promises_061_062_063_over_replicas(optimizers, own_sum):
 
     for victim in (2, 0, 1):
         step(tf.constant(victim))
-        assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [-1.0] * 2
+        assert [float(value) for value in STRATEGY.experimental_local_results(variable)] == [-1.0] * 2
     assert optimizer.loss_scale == 2.0
 
 
@@ -222,12 +223,12 @@ MALFORMED = [3, None, [3], [(tf.constant(1.0), tf.constant(1.0))]]
 @pytest.mark.parametrize(
     ("error", "words", "pairs"),
     [
-        *((TypeError, r"\(gradient, variable\) pairs", each) for each in MALFORMED),
-        *((ValueError, "has a gradient", each) for each in ([], [(None, tf.Variable(1.0))])),
+        *((TypeError, r"\(gradient, variable\) pairs", pairs) for pairs in MALFORMED),
+        *((ValueError, "has a gradient", pairs) for pairs in ([], [(None, tf.Variable(1.0))])),
     ],
 )
 def test_promises_065_066_malformed_pairs(error, words, pairs):
-    """A `TypeError`; a `ValueError` where no variable has a gradient, for no pairs at all, too."""
+    """They are a `TypeError`. A list without any gradient is a `ValueError`."""
     with pytest.raises(error, match=words):
         _wrapped().apply_gradients(pairs)
 
@@ -256,7 +257,7 @@ OLD_CONFIGS = {
 
 @pytest.mark.parametrize("name", OLD_CONFIGS)
 def test_promise_068_configs_of_the_originals(name):
-    """Those of all three generations are read, around an optimizer of Keras and one of the user's own."""
+    """Configs of all three generations work, with an optimizer of Keras or of the user."""
     inner_name = "optimizer" if "experimental" in name else "inner_optimizer"
     for inner_class in (keras.optimizers.SGD, Custom):
         inner = {"class_name": inner_class.__name__, "config": {"learning_rate": 0.5}}
@@ -269,14 +270,14 @@ def test_promise_068_configs_of_the_originals(name):
 
 @pytest.mark.parametrize("setting", ["decay", "is_legacy_optimizer"])
 def test_an_old_config_of_a_tf_keras_optimizer(setting):
-    """It names no module, and is known by a setting that Keras 3's optimizers do not have."""
+    """It has no module. A setting that Keras 3's optimizers do not have identifies it."""
     inner = {"class_name": "SGD", "config": {"learning_rate": 0.5, setting: False}}
     optimizer = LossScaleOptimizer.from_config({"inner_optimizer": inner, **OLD_CONFIGS["tf.keras 2.4, dynamic"]})
     assert isinstance(optimizer.inner_optimizer, (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer))
 
 
 def test_promises_069_070_get_gradients():
-    """Of a tensor in a graph; what cannot be computed is a `ValueError`."""
+    """A tensor in a graph is differentiated. A loss without a gradient is a `ValueError`."""
     optimizer = _wrapped(4.0)
     variable, other = tf.Variable(3.0), tf.Variable(1.0)
     grads = tf.function(lambda: optimizer.get_gradients(variable**2, [variable]), autograph=False)()
@@ -290,7 +291,7 @@ def test_promises_069_070_get_gradients():
 
 @EACH_MODE
 def test_promises_071_074_losses_and_gradients_keep_their_kind(mode):
-    """A tensor for a tensor, a callable for a callable; half losses in float32. None and IndexedSlices are kept."""
+    """A tensor gives a tensor, and a callable a callable. float16 becomes float32. None and `IndexedSlices` stay."""
     optimizer = _wrapped(4.0)
     assert float(mode(lambda: optimizer.get_scaled_loss(tf.constant(2.0)))()) == 8.0
     assert float(mode(lambda: optimizer.get_scaled_loss(lambda: tf.constant(2.0))())()) == 8.0
@@ -304,7 +305,7 @@ def test_promises_071_074_losses_and_gradients_keep_their_kind(mode):
 @EACH_MODE
 @pytest.mark.parametrize("half", [tf.float16, tf.bfloat16])
 def test_grad_loss_of_a_half_loss(mode, half, optimizers):
-    """In the loss's own dtype, though the scaled loss is float32."""
+    """`grad_loss` has the dtype of the loss, although the scaled loss is float32."""
     optimizer, variable = _wrapped(8.0, rate=1.0, of=optimizers), tf.Variable([1.0, 2.0])
     optimizer.build([variable])
     grad_loss = tf.constant([1.0, 10.0], half)
@@ -313,7 +314,7 @@ def test_grad_loss_of_a_half_loss(mode, half, optimizers):
 
 
 def test_promises_081_086_091_fixed():
-    """`dynamic=False` needs `initial_scale`, which never changes, and takes no growth steps; an overflow is skipped."""
+    """`dynamic=False` requires `initial_scale` and rejects growth steps. The scale is fixed; overflows are skipped."""
     optimizer, variable = _wrapped(dynamic=False, initial_scale=4.0), tf.Variable(1.0)
     optimizer.minimize(lambda: variable * INF, variable)
     assert (float(variable), float(optimizer.loss_scale), optimizer.dynamic_counter) == (1.0, 4.0, None)
@@ -324,7 +325,7 @@ def test_promises_081_086_091_fixed():
 
 @pytest.mark.parametrize(("limit", "at_the_start"), [(2.0**13, 2), (1.0, 15)])
 def test_promises_088_089_how_many_steps_are_skipped(limit, at_the_start):
-    """2 to 15 at the start; then, where growth always overflows, one in N + 1."""
+    """2 to 15 steps at the start; then one step in N + 1, if each growth overflows."""
     growth_steps = 10
     optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(0.0), True, None, growth_steps), tf.Variable(1.0)
 
@@ -343,7 +344,7 @@ def test_promises_088_089_how_many_steps_are_skipped(limit, at_the_start):
 
 
 def test_promises_057_092_093_094_095_096_097_098_099_hyperparameters(optimizers):
-    """`learning_rate`, `lr` and `beta_1` are delegated, read and set; `epsilon` is not, and setting it warns."""
+    """`learning_rate`, `lr` and `beta_1` are read and set on the inner optimizer. Setting `epsilon` warns."""
     opt = LossScaleOptimizer(optimizers.Adam(0.25, beta_1=0.8, epsilon=0.5))
     assert float(opt.learning_rate) == float(opt.lr) == 0.25
     opt.lr = 0.5

@@ -1,4 +1,4 @@
-"""What the documents of `tf.contrib` and `tf.compat.v1` promise of their `LossScaleOptimizer`: promises 1 to 47.
+"""Promises 1 to 47: the documents of `tf.contrib` and `tf.compat.v1` about their `LossScaleOptimizer`.
 
 Each is tried in a graph with a session and eagerly, where it applies to both.
 """
@@ -22,14 +22,14 @@ POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 
 
 class World:
-    """Runs what is written once for both worlds: eagerly, or in a graph with a session."""
+    """Runs the same test eagerly, or in a graph with a session."""
 
     def __init__(self, session=None):
         self.session, self.is_eager = session, session is None
         self.built, self.initialized = {}, set()
 
     def loss(self, function):
-        """Return a loss as this world has it: a callable, or a tensor."""
+        """Return a loss: a callable, or a tensor in a graph."""
         return function if self.is_eager else function()
 
     def run(self, make):
@@ -46,12 +46,12 @@ class World:
         self.run(lambda: variable.assign(value))
 
     def value(self, x):
-        """Return what a tensor or variable holds."""
+        """Return the value of a tensor or variable."""
         if self.is_eager:
             return np.asarray(x)
-        new = [each for each in tf1.global_variables() if each.name not in self.initialized]
-        self.session.run([each.initializer for each in new])
-        self.initialized.update(each.name for each in new)
+        new = [variable for variable in tf1.global_variables() if variable.name not in self.initialized]
+        self.session.run([variable.initializer for variable in new])
+        self.initialized.update(variable.name for variable in new)
         return self.session.run(x)
 
 
@@ -69,7 +69,7 @@ def _sgd(*args, rate=0.25, **kwargs):
 
 
 def test_promises_001_002_003_005_008_014_018_019_031_041_any_optimizer_any_strategy(world):
-    """The loss is multiplied on the way, the gradients divided, and applied."""
+    """The loss is multiplied by the scale, and the gradients are divided and applied."""
     seen = []
 
     @tf.custom_gradient
@@ -89,7 +89,7 @@ def test_promises_001_002_003_005_008_014_018_019_031_041_any_optimizer_any_stra
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32, tf.float64])
 def test_promises_004_006_015_dtypes(world, dtype):
-    """A gradient arrives in its variable's dtype, unscaled in float32, whatever the dtype of the loss."""
+    """A gradient has the dtype of its variable and was unscaled in float32, whatever the dtype of the loss is."""
     variable = tf.Variable([1.0, 2.0], dtype=dtype)
     optimizer = _sgd(2.0**15, rate=1.0)
 
@@ -104,14 +104,14 @@ def test_promises_004_006_015_dtypes(world, dtype):
 
 @pytest.mark.parametrize(("dtype", "size", "is_applied"), [("float32", 2e38, False), ("float64", 1e300, True)])
 def test_a_scale_below_1(world, dtype, size, is_applied):
-    """Its division may make a gradient infinite in its dtype, which skips the step."""
+    """Unscaling may make a gradient infinite in its dtype. The step is then skipped."""
     variable, optimizer = tf.Variable(0.0, dtype=dtype), _sgd(0.25, rate=1.0)
     world.run(lambda: optimizer.minimize(world.loss(lambda: variable * 4.0 * size), var_list=[variable]))
     assert world.value(variable) == -4.0 * size * is_applied
 
 
 def test_promises_007_009_013_047_the_documents_example(world):
-    """`FixedLossScaleManager(5000)` and Adam; gradients may be clipped between the two calls, as an iterator, too."""
+    """`FixedLossScaleManager(5000)` and Adam. Gradients may be clipped between the calls, and come from an iterator."""
     variable, clipped = tf.Variable(1.0), tf.Variable([3.0, 4.0])
     optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), v1.FixedLossScaleManager(5000))
     world.run(lambda: optimizer.minimize(world.loss(lambda: variable * 2.0), var_list=[variable]))
@@ -130,7 +130,7 @@ def test_promises_007_009_013_047_the_documents_example(world):
 
 
 def test_promise_010_gradients_from_elsewhere(world):
-    """A warning, once: their loss was not scaled. Nothing is said if others come from `compute_gradients`."""
+    """One warning says that their loss was not scaled, unless other gradients come from `compute_gradients`."""
     variable = tf.Variable(1.0)
     foreign, own = _sgd(8.0), _sgd(8.0)
     with pytest.warns(UserWarning, match="cannot come from this optimizer's compute_gradients"):
@@ -141,7 +141,7 @@ def test_promise_010_gradients_from_elsewhere(world):
 
 
 def test_promise_011_underflow_is_prevented(world):
-    """The document's own setting: 0 without scaling, 1e-4 with it."""
+    """In the document's setting, the gradient is 0 without scaling and 1e-4 with scaling."""
     variable = tf.Variable(1.0)
 
     def loss():
@@ -157,7 +157,7 @@ def test_promise_011_underflow_is_prevented(world):
 
 
 def test_promises_012_037_038_039_040_045_it_is_an_optimizer(world):
-    """Name, slots and variables are the wrapped optimizer's."""
+    """The name, the slots and the variables come from the wrapped optimizer."""
     variable = tf.Variable(1.0)
     inner = tf1.train.MomentumOptimizer(0.1, 0.9)
     optimizer = v1.LossScaleOptimizer(inner, "dynamic")
@@ -168,13 +168,13 @@ def test_promises_012_037_038_039_040_045_it_is_an_optimizer(world):
     assert world.value(optimizer.get_slot(variable, "momentum")) == 2.0
     assert optimizer.get_slot(variable, "nothing") is None
     assert optimizer.get_slot_names() == ["momentum"]
-    names = [each.name for each in optimizer.variables()]
+    names = [variable.name for variable in optimizer.variables()]
     assert any("Momentum" in name or "momentum" in name for name in names)
     assert any("loss_scale" in name for name in names)
 
 
 class Manager:
-    """A loss scale manager of one's own, as the documents describe one."""
+    """A user's loss scale manager, as the documents describe it."""
 
     def get_loss_scale(self):
         """Return the loss scale."""
@@ -184,7 +184,7 @@ class Manager:
 
 
 def test_promises_016_017_029_what_a_loss_scale_may_be():
-    """A number, "dynamic", a policy; by place or by either name. None and others are refused."""
+    """A number, "dynamic" or a policy, by position or by either name. None and other values are errors."""
     assert _sgd(8).policy == FixedScaling(8.0)
     assert _sgd("dynamic").policy == v1.DynamicLossScale()
     assert _sgd(loss_scale=POLICY).policy is POLICY
@@ -209,7 +209,7 @@ def test_promises_016_017_029_what_a_loss_scale_may_be():
 
 
 def test_promises_020_021_use_locking_and_name():
-    """Accepted; a malformed name is a `ValueError`."""
+    """Both are accepted. A malformed name is a `ValueError`."""
     optimizer = _sgd(8.0, use_locking=True, name="scaled")
     assert optimizer._use_locking is True
     assert optimizer.get_name() == "scaled"
@@ -222,7 +222,7 @@ def test_promises_020_021_use_locking_and_name():
 @pytest.mark.parametrize("make", OPTIMIZERS_OF_V1)
 @pytest.mark.parametrize(("loss_scale", "bad", "after"), [(8.0, INF, 8.0), ("dynamic", float("nan"), 2.0**14)])
 def test_promises_001_022_023_024_025_042_an_overflow_skips(world, make, loss_scale, bad, after):
-    """For a fixed scale, too: it leaves no trace in any optimizer, to the last bit, and `global_step` does not move."""
+    """An overflow changes no bit of any optimizer, even with a fixed scale, and `global_step` does not count it."""
     (variable, expected), factor = (tf.Variable([1.0, 2.0]) for _ in range(2)), tf.Variable(1.0)
     global_step, optimizer, bare = tf.Variable(0), v1.LossScaleOptimizer(make(0.1), loss_scale), make(0.1)
 
@@ -238,7 +238,7 @@ def test_promises_001_022_023_024_025_042_an_overflow_skips(world, make, loss_sc
         world.run(step)
         assert world.value(global_step) == applied
     numbers = optimizer.metrics()
-    assert [world.value(numbers[each]) for each in ("steps", "skipped_steps", "applied_steps")] == [3, 1, 2]
+    assert [world.value(numbers[name]) for name in ("steps", "skipped_steps", "applied_steps")] == [3, 1, 2]
     assert world.value(optimizer.loss_scale) == after
     for _ in range(2):
         world.run(bare_step)
@@ -247,7 +247,7 @@ def test_promises_001_022_023_024_025_042_an_overflow_skips(world, make, loss_sc
 
 
 def test_promises_026_027_the_operation():
-    """In a graph an operation under the given name, by default made of the constructor's; None eagerly."""
+    """A graph returns an operation with the name of the argument, or with a default name. Eager code returns None."""
     with tf.Graph().as_default():
         variable = tf1.Variable(1.0)
         pairs = (optimizer := _sgd(8.0)).compute_gradients(variable * 2.0, [variable])
@@ -259,7 +259,7 @@ def test_promises_026_027_the_operation():
 
 
 def test_promise_028_cross_replica_context():
-    """A `RuntimeError` that says what to do."""
+    """A `RuntimeError` says what to do."""
     with STRATEGY.scope():
         variable = tf.Variable(1.0)
         optimizer = _sgd(8.0)
@@ -270,7 +270,7 @@ def test_promise_028_cross_replica_context():
 @EACH_MODE
 @pytest.mark.filterwarnings("ignore:these gradients cannot come")  # they are made up here
 def test_halves_that_are_infinite_only_as_a_sum_over_replicas(mode):
-    """Each replica's gradient fits float16 and their sum does not: the step is skipped; the next one is applied."""
+    """Each replica's gradient fits into float16, but their sum does not. This step is skipped, the next applied."""
     with STRATEGY.scope():
         variable = tf.Variable(np.float16(1.0))
         optimizer = v1.LossScaleOptimizer(tf1.train.GradientDescentOptimizer(1.0), 1.0)
@@ -280,31 +280,31 @@ def test_halves_that_are_infinite_only_as_a_sum_over_replicas(mode):
 
     step = mode(step)
     step(tf.constant(40000.0))
-    assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [1.0] * 2
+    assert [float(value) for value in STRATEGY.experimental_local_results(variable)] == [1.0] * 2
     assert int(optimizer.scale_state.skipped_steps.numpy()) == 1
     step(tf.constant(0.25))
-    assert [float(each) for each in STRATEGY.experimental_local_results(variable)] == [0.5] * 2
+    assert [float(value) for value in STRATEGY.experimental_local_results(variable)] == [0.5] * 2
 
 
 class Recording(tf1.train.GradientDescentOptimizer):
-    """Keeps the arguments that its `compute_gradients` is given."""
+    """An optimizer that stores the arguments of its `compute_gradients`."""
 
     def compute_gradients(self, loss, *args):
-        """Keep them, and compute."""
-        self.given = args
+        """Store the arguments, and compute."""
+        self.arguments = args
         return super().compute_gradients(loss, *args)
 
 
 def test_promises_030_034_035_042_046_arguments_are_handed_on():
-    """All of them and their defaults, by `minimize` too; gates are 0, 1 and 2, and others are rejected."""
+    """All arguments and defaults reach the wrapped optimizer, also by `minimize`. Gates are 0, 1 or 2."""
     with tf.Graph().as_default():
         variable, global_step = tf1.Variable([1.0, 2.0]), tf1.train.get_or_create_global_step()
         optimizer = v1.LossScaleOptimizer(inner := Recording(1.0), 8.0)
         optimizer.compute_gradients(variable * 3.0)
-        assert inner.given == (None, optimizer.GATE_OP, None, False, None)
+        assert inner.arguments == (None, optimizer.GATE_OP, None, False, None)
         arguments = ([variable], optimizer.GATE_NONE, tf1.AggregationMethod.EXPERIMENTAL_TREE, True)
         optimizer.minimize(variable * 3.0, global_step, *arguments, "mine", weights := tf.constant([1.0, 10.0]))
-        assert inner.given == (*arguments, weights)
+        assert inner.arguments == (*arguments, weights)
         assert (optimizer.GATE_NONE, optimizer.GATE_OP, optimizer.GATE_GRAPH) == (0, 1, 2)
         with pytest.raises(ValueError, match="gate_gradients"):
             optimizer.compute_gradients(variable * 3.0, [variable], gate_gradients=3)
@@ -312,7 +312,7 @@ def test_promises_030_034_035_042_046_arguments_are_handed_on():
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32])
 def test_promise_035_grad_loss(dtype):
-    """In the loss's own dtype, though the scaled loss is float32 or wider."""
+    """`grad_loss` has the dtype of the loss, although the scaled loss is float32 or wider."""
     with tf.Graph().as_default(), tf1.Session() as session:
         variable = tf1.get_variable("variable", initializer=[1.0, 2.0])
         loss = tf.cast(variable, dtype) * 3.0
@@ -322,30 +322,30 @@ def test_promise_035_grad_loss(dtype):
 
 
 def test_promises_032_044_eagerly_a_callable():
-    """A tensor is refused, the variables default to those the loss watches, and a graph's four arguments do nothing."""
+    """A tensor is an error. By default the loss selects the variables. Four arguments for graphs have no effect."""
     variable = tf.Variable([2.0, 3.0])
     with pytest.raises(RuntimeError, match="should be a function"):
         _sgd(8.0).compute_gradients(variable * 1.0)
     weights = tf.constant([1.0, 10.0])
     for arguments in ((), (None, 7, 99, True, weights), ([variable], 7, 99, True, weights)):
-        ((grad, found),) = _sgd(8.0).compute_gradients(lambda: variable**2, *arguments)
-        assert found is variable
+        ((grad, default),) = _sgd(8.0).compute_gradients(lambda: variable**2, *arguments)
+        assert default is variable
         assert grad.numpy().tolist() == [4.0, 6.0]
 
 
 def test_promise_033_trainable_variables_by_default():
-    """Without those of the loss scale."""
+    """The variables of the loss scale are not among them."""
     with tf.Graph().as_default():
         variables = [tf1.Variable(1.0), tf1.Variable(2.0)]
         pairs = _sgd("dynamic").compute_gradients(variables[0] * variables[1])
-        assert [each for _, each in pairs] == variables
+        assert [variable for _, variable in pairs] == variables
         with pytest.raises(ValueError, match="No variables"):
             _sgd("dynamic").compute_gradients(variables[0] * variables[1], var_list=[])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_promise_036_none_and_sparse(world, dtype):
-    """A gradient may be None, `IndexedSlices` stay sparse and in their variable's dtype, and both can be applied."""
+    """A gradient may be None. `IndexedSlices` stay sparse, in the dtype of their variable. Both can be applied."""
     table, unused = tf.Variable([[1.0], [2.0], [3.0]], dtype=dtype), tf.Variable(1.0)
     optimizer = _sgd(8.0, rate=1.0)
     loss = world.loss(lambda: tf.reduce_sum(tf.gather(table, [1, 1])))
@@ -358,8 +358,8 @@ def test_promise_036_none_and_sparse(world, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:these gradients")
-def test_promise_043_what_is_no_variable(world):
-    """It is a `ValueError`; anything but a list of pairs a `TypeError`; no gradient at all a `ValueError`."""
+def test_promise_043_values_that_are_not_variables(world):
+    """A value that is not a variable is a `ValueError`, like a list without gradients. No list is a `TypeError`."""
     optimizer = _sgd(8.0)
     with pytest.raises(ValueError, match=r"is not a tf\.Variable"):
         optimizer.apply_gradients([(tf.constant(1.0), tf.constant(1.0))])
@@ -374,7 +374,7 @@ def test_promise_043_what_is_no_variable(world):
 
 @pytest.mark.parametrize("branch", [False, True])
 def test_several_steps_in_one_run_of_a_session_all_count(branch):
-    """Though a session runs their updates of one state in any order, and side by side; in branches, too."""
+    """All steps count, even if a session runs their updates in any order or at the same time, or in branches."""
     with tf.Graph().as_default(), tf1.Session() as session:
         variable = tf1.get_variable("variable", initializer=[1.0, 2.0])
         optimizer = _sgd(POLICY, rate=1e-3)
@@ -395,9 +395,9 @@ def test_several_steps_in_one_run_of_a_session_all_count(branch):
 
 @pytest.mark.parametrize("kind", ["GradientDescentOptimizer", "AdamOptimizer"])
 def test_a_session_follows_the_policy_and_a_saved_graph_continues(kind, tmp_path, caplog):
-    """Over random overflows, also where the graph is imported and its variables restored.
+    """The scale follows the policy over random overflows, also in an imported graph with restored variables.
 
-    The step is in `TRAIN_OP` as a whole, and slots have the names that the wrapped optimizer gives them.
+    `TRAIN_OP` contains the whole step, and slots have the names that the wrapped optimizer gives them.
     """
     overflows = np.random.default_rng(0).random(30) < 0.3
     expected = simulate(POLICY, list(~overflows))
@@ -413,20 +413,20 @@ def test_a_session_follows_the_policy_and_a_saved_graph_continues(kind, tmp_path
         step, loss_scale = optimizer.minimize(variable * factor), tf.identity(optimizer.loss_scale).name
         assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [step]
         slots = {"beta1_power", "beta2_power", "variable/Adam", "variable/Adam_1"} if kind == "AdamOptimizer" else set()
-        assert {each.op.name for each in bare.variables()} == slots
+        assert {variable.op.name for variable in bare.variables()} == slots
         session.run(tf1.global_variables_initializer())
         train(session, range(15))
         path = tf1.train.Saver().save(session, str(tmp_path / "saved"))
     with tf.Graph().as_default(), tf1.Session() as session:
         tf1.train.import_meta_graph(f"{path}.meta").restore(session, path)
         train(session, range(15, 30))
-        moved = session.run(tf1.get_collection(tf1.GraphKeys.TRAINABLE_VARIABLES))
-        np.testing.assert_allclose(moved, [2.0 - 0.01 * sum(~overflows)], rtol=1e-5)
-    assert not [each for each in caplog.messages if "serializing" in each]
+        weights = session.run(tf1.get_collection(tf1.GraphKeys.TRAINABLE_VARIABLES))
+        np.testing.assert_allclose(weights, [2.0 - 0.01 * sum(~overflows)], rtol=1e-5)
+    assert not [message for message in caplog.messages if "serializing" in message]
 
 
 def test_replicas_in_a_session():
-    """Under a `MirroredStrategy` of this graph: a step is applied on both, an overflow on one skips both."""
+    """Under a `MirroredStrategy` of this graph, both replicas apply a step, or skip it if one overflows."""
     with tf.Graph().as_default(), tf1.Session() as session:
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         with strategy.scope():
@@ -442,13 +442,13 @@ def test_replicas_in_a_session():
         session.run(tf1.global_variables_initializer())
         for factors in ([0.5, 0.5], [INF, 0.5], [0.5, INF]):
             session.run(step, {factor: factors})
-            for each in strategy.experimental_local_results(variable):
-                np.testing.assert_array_equal(session.run(each), [0.5, 1.5])
+            for replica in strategy.experimental_local_results(variable):
+                np.testing.assert_array_equal(session.run(replica), [0.5, 1.5])
         assert session.run(optimizer.scale_state.skipped_steps) == 2
 
 
 def test_a_deep_copy_continues_by_itself():
-    """It has the state of the optimizer that it was copied from, and neither moves the other's from then on."""
+    """It starts with the state of the original. Later steps of either optimizer do not change the other."""
     variable = tf.Variable([1.0, 2.0])
     optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), POLICY)
     assert optimizer.last_step is None

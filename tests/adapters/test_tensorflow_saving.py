@@ -1,4 +1,4 @@
-"""A loop that is saved in the middle of training and continues elsewhere, to the last bit."""
+"""A loop that is saved during training and continues in another process ends with the same bits."""
 
 from tests.adapters.tensorflow_devices import OPTIMIZERS_OF_V1, eager, traced  # noqa: I001
 
@@ -19,19 +19,19 @@ WRAPPED = {
     "Keras 3": lambda: LossScaleOptimizer(keras.optimizers.Adam(0.1), POLICY, guard=GUARD),
     "tf_keras, new": lambda: LossScaleOptimizer(tf_keras.optimizers.Adam(0.1), POLICY, guard=GUARD),
     "tf_keras, legacy": lambda: LossScaleOptimizer(tf_keras.optimizers.legacy.Adam(0.1), POLICY, guard=GUARD),
-    **{each.__name__: lambda each=each: v1.LossScaleOptimizer(each(0.1), POLICY) for each in OPTIMIZERS_OF_V1},
+    **{cls.__name__: lambda cls=cls: v1.LossScaleOptimizer(cls(0.1), POLICY) for cls in OPTIMIZERS_OF_V1},
 }
 
 
 @pytest.mark.parametrize("mode", [eager, traced])
 @pytest.mark.parametrize("name", WRAPPED)
-def test_a_loop_of_ones_own_continues(tmp_path, name, mode):
-    """From a `Checkpoint` of the variable and the optimizer, restored before and, in a graph, after its slots exist.
+def test_a_custom_loop_continues(tmp_path, name, mode):
+    """A `Checkpoint` of the variable and the optimizer is restored before its slots exist, and in a graph after, too.
 
-    An optimizer that has done nothing yet can be saved and restored, too.
+    An optimizer that has taken no step can also be saved and restored.
     """
 
-    def made():
+    def make_run():
         variable, optimizer = tf.Variable([1.0, 2.0]), WRAPPED[name]()
 
         def step(factor):
@@ -45,32 +45,30 @@ def test_a_loop_of_ones_own_continues(tmp_path, name, mode):
         variables = getattr(optimizer, "inner_optimizer", optimizer).variables
         variables = variables() if callable(variables) else variables
         state = [*optimizer.scale_state, *(getattr(optimizer, "guard_state", None) or ())]
-        return sorted(each.numpy().tobytes() for each in (variable, *variables, *state))
+        return sorted(array.numpy().tobytes() for array in (variable, *variables, *state))
 
-    saved, restored = made(), made()
-    checkpoint, other_checkpoint = (
-        tf.train.Checkpoint(variable=each[0], optimizer=each[1]) for each in (saved, restored)
-    )
+    original, copy = make_run(), make_run()
+    checkpoint, other_checkpoint = (tf.train.Checkpoint(variable=run[0], optimizer=run[1]) for run in (original, copy))
     other_checkpoint.read(checkpoint.write(tmp_path / "begun")).assert_existing_objects_matched()
     for factor in (1.0, np.inf, 1.0, 1.0):
-        saved[2](tf.constant(factor))
+        original[2](tf.constant(factor))
     status = other_checkpoint.restore(checkpoint.save(tmp_path / "checkpoint"))
     for factor in (1e3, 1.0, np.inf, 1.0, 1.0):
-        for _, _, step in (saved, restored):
+        for _, _, step in (original, copy):
             step(tf.constant(factor))
-        assert bits(*restored) == bits(*saved)
+        assert bits(*copy) == bits(*original)
     status.assert_consumed()
 
 
 def test_keras_own_wrapper_refuses_our_config():
-    """It lacks the policy, and would continue with a rule of its own."""
+    """It does not know the policy, and would continue with its own rule."""
     with pytest.raises(ValueError, match="LossScaleOptimizer does not support"):
         keras.optimizers.LossScaleOptimizer.from_config(LossScaleOptimizer(keras.optimizers.SGD(0.1)).get_config())
 
 
 @pytest.mark.parametrize("wrapper", [LossScaleOptimizer, lossscale_keras.LossScaleOptimizer])
 def test_a_saved_model_trains_on(tmp_path, wrapper):
-    """A function that trains is exported with all its variables, as with Keras's own wrapper; no checkpoint changes."""
+    """An exported function trains, like with Keras's own wrapper. Checkpoints stay unchanged."""
     module, variable = tf.Module(), tf.Variable(10.0)
     module.variable, module.optimizer = variable, wrapper(keras.optimizers.SGD(1.0), policy=POLICY)
     module.optimizer.build([variable])
@@ -84,5 +82,5 @@ def test_a_saved_model_trains_on(tmp_path, wrapper):
     module.step = tf.function(step, input_signature=[tf.TensorSpec(())])
     tf.saved_model.save(module, tmp_path / "module")
     loaded = tf.saved_model.load(tmp_path / "module")
-    assert [float(loaded.step(each)) for each in (2.0, np.inf, 3.0)] == [8.0, 8.0, 5.0]
+    assert [float(loaded.step(grad)) for grad in (2.0, np.inf, 3.0)] == [8.0, 8.0, 5.0]
     assert "last_loss_scale" not in str(tf.train.list_variables(tf.train.Checkpoint(module).save(tmp_path / "point")))

@@ -11,7 +11,7 @@ from lossscale_tf import all_finite, init_state, overflow_report, select, unscal
 @EACH_MODE_AND_XLA
 @pytest.mark.parametrize("value", [np.float32(3e38), np.float16(60000.0)])
 def test_sparse_duplicates_are_summed_first(mode, value):
-    """Two finite halves of an infinite sum are an overflow; none at all are finite."""
+    """Two finite halves of an infinite sum are an overflow. `IndexedSlices` without rows are finite."""
     values = tf.constant(np.stack([[value], [value]]))
     check = mode(lambda indices: all_finite(tf.IndexedSlices(values, indices)))
     assert check(tf.constant([0, 1]))
@@ -23,7 +23,7 @@ def test_sparse_duplicates_are_summed_first(mode, value):
 @EACH_MODE_AND_XLA
 @pytest.mark.parametrize("dtype", [tf.dtypes.experimental.float8_e4m3fn, tf.dtypes.experimental.float8_e5m2])
 def test_float8_leaves(mode, dtype):
-    """Are checked as what they are, and unscaled in float32, as halves are."""
+    """float8 is checked in its own dtype, and unscaled in float32."""
     leaf = tf.cast(tf.constant([1.0, 2.0]), dtype)
     assert mode(lambda: all_finite([leaf, tf.ones(2)]))()
     assert not mode(lambda: all_finite([tf.cast(tf.constant([1.0, np.nan]), dtype)]))()
@@ -33,14 +33,14 @@ def test_float8_leaves(mode, dtype):
 
 
 def test_select_refuses_other_shapes():
-    """And None in one of the two."""
+    """It also rejects None in one structure only."""
     for new, old in ((tf.ones(2), tf.ones(3)), ([tf.ones(2)], [None])):
         with pytest.raises(ValueError, match="pass two structures alike"):
             select(tf.constant(True), new, old)
 
 
 def test_flags_are_combined_over_replicas():
-    """An overflow on one replica is everyone's."""
+    """An overflow on one replica is an overflow on all replicas."""
 
     @tf.function(autograph=False)
     def check(victim):
@@ -57,7 +57,7 @@ def test_flags_are_combined_over_replicas():
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64])
 def test_overflow_report(dtype):
-    """It names the variables with gradients that are not finite."""
+    """The report names the variables with non-finite gradients."""
     bad = tf.constant(np.array([1.0, np.nan, np.inf, -3.0], dtype.as_numpy_dtype))
     pairs = [(bad, tf.Variable(bad, name="w")), (None, tf.Variable(1.0)), (tf.ones(2), tf.Variable([1.0, 2.0]))]
     (report,) = overflow_report(pairs)

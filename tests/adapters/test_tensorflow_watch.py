@@ -1,4 +1,4 @@
-"""What `LossScaleOptimizer` logs by itself, eagerly and in `fit`, and what `LossScaleLogger` costs."""
+"""The events that `LossScaleOptimizer` logs, eagerly and in `fit`, and the cost of `LossScaleLogger`."""
 
 import logging
 import sys
@@ -32,7 +32,7 @@ def _v1():
 
 
 def _run(optimizer, losses):
-    """Take an eager step with each of these factors of the loss."""
+    """Take an eager step with each factor of the loss."""
     weight = tf.Variable(1.0)
     for factor in losses:
         optimizer.minimize(lambda factor=factor: weight * factor, var_list=[weight])
@@ -40,7 +40,7 @@ def _run(optimizer, losses):
 
 @pytest.mark.parametrize("make", [_keras, _v1])
 def test_eager_steps_are_logged(make, caplog):
-    """They read the state anyway: the verdicts at the steps that change them, and once."""
+    """Eager steps read the state anyway. Each verdict is logged once, at the step that causes it."""
     _run(make(), [NAN] * 30)
     assert _events(caplog) == [("calibrating", 1), ("stuck at min_scale", 14)]
     assert "NaN or infinity in the inputs, the forward pass and the loss" in caplog.text
@@ -48,7 +48,7 @@ def test_eager_steps_are_logged(make, caplog):
 
 @pytest.mark.parametrize("make", [_keras, _v1])
 def test_a_loaded_state_is_logged_as_another_run(make, caplog):
-    """Events that the optimizer logged before do not hide those of the run that it continues."""
+    """Events that the optimizer logged before do not hide events of the loaded run."""
     optimizer, other = make(), make()
     _run(other, [NAN] * 31)
     _run(optimizer, [NAN] * 30)
@@ -62,19 +62,19 @@ def test_a_loaded_state_is_logged_as_another_run(make, caplog):
     ("callbacks", "events"),
     [((), [("stuck at min_scale", 40)]), ((LossScaleLogger,), [("bad_loss", None), ("stuck at min_scale", 20)])],
 )
-def test_fit_is_logged_at_its_end_and_with_the_logger_at_that_of_an_epoch(callbacks, events, caplog):
-    """Compiled steps stay on their device, so that nothing is said before the state is read."""
+def test_fit_logs_at_its_end_and_with_the_logger_after_each_epoch(callbacks, events, caplog):
+    """Compiled steps stay on the device, so that nothing is logged before the state is read."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(_keras(), "mse", jit_compile=False)
     inputs = np.full((20, 1), np.nan, np.float32)
-    model.fit(inputs, inputs, batch_size=1, epochs=2, verbose=0, callbacks=[each() for each in callbacks])
+    model.fit(inputs, inputs, batch_size=1, epochs=2, verbose=0, callbacks=[callback() for callback in callbacks])
     assert _events(caplog) == events
 
 
 @pytest.mark.parametrize("make", [_keras, _v1])
 @pytest.mark.parametrize("read", ["state_dict", "diagnose", "check_limits"])
-def test_what_reads_the_state_of_compiled_steps_logs(make, read, caplog):
-    """`metrics` does not, since it does not wait for the device."""
+def test_reading_the_state_of_compiled_steps_logs_events(make, read, caplog):
+    """`metrics` logs nothing, because it does not wait for the device."""
     optimizer, weight = make(), tf.Variable(1.0)
 
     @tf.function
@@ -90,7 +90,7 @@ def test_what_reads_the_state_of_compiled_steps_logs(make, read, caplog):
 
 
 def test_the_logger_reads_nothing_per_step():
-    """It adds eight reads an epoch, however many steps that has; asked for batches, it adds two for each."""
+    """It adds eight reads per epoch, for any number of steps. With `every_n_batches` it adds two reads per entry."""
     model, epochs = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), 3
     model.compile(_keras(), "mse", jit_compile=False)
     fit = lambda callbacks, rows: model.fit(  # noqa: E731
@@ -99,7 +99,7 @@ def test_the_logger_reads_nothing_per_step():
     fit([], 4)  # trace first
 
     def reads(callbacks, batches):
-        """Count how often the thread that trains turns a tensor into numbers of the host: TensorFlow's way, Keras's."""
+        """Count how often the training thread converts a tensor to host numbers, in TensorFlow and in Keras."""
         count = 0
 
         def profile(frame, event, _):
