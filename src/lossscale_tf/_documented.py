@@ -117,7 +117,7 @@ def _number(argument: str, value: Any) -> float:
 
 
 def _scale(argument: str, value: Any) -> float:
-    """Return a first scale. TensorFlow's smallest scale is 1:
+    """Return a first scale of at least 1, which is TensorFlow's smallest scale.
 
     https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/training/experimental/loss_scale.py#L411
     """

@@ -34,7 +34,7 @@ def _numbers(variables):
 
 
 def test_no_example_is_left_out():
-    """This file runs each example."""
+    """Each Keras example has a test."""
     assert {path.stem for path in EXAMPLES.glob("keras_*.py")} == {"keras_fit", "keras_custom_loop"}
 
 
