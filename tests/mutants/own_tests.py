@@ -73,7 +73,7 @@ TESTS = {
         *: adapters/tensorflow_keras
     """,
     "lossscale_tf": """
-        _documented: mistakes promises_keras promises_v1 other_tools
+        _policies: mistakes promises_keras promises_v1 other_tools
         _wrappers: last_loss mistakes promises_keras promises_v1
         _report: mistakes verbs
         __init__: imports

@@ -10,7 +10,7 @@ import tensorflow as tf
 from lossscale_core import SpikeGuard, as_policy, policy_from_dict
 from lossscale_core.adapters import describe
 from lossscale_keras.tensorflow import is_distributed
-from lossscale_tf._documented import DynamicLossScale, FixedLossScale
+from lossscale_tf._policies import DynamicLossScale, FixedLossScale
 from lossscale_tf._wrappers import scales_already
 
 

@@ -14,7 +14,7 @@ from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_core.errors import CallOrderError
 from lossscale_keras.forwarding import forwarded
 from lossscale_keras.tensorflow import call_once, unconverted
-from lossscale_tf._documented import documented_policy, require_no_base_arguments
+from lossscale_tf._policies import policy_from_arguments, require_no_base_arguments
 from lossscale_tf._verbs import Gradient, Tree, is_gradient, scale_by, times, unscale_by
 from lossscale_tf._wrappers import mark_gradient, mark_of, origins, present_gradients, warn_if_resumed
 from lossscale_tf.keras import _inner
@@ -74,7 +74,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         _inner.require_tensorflow()
         inner = optimizer if inner_optimizer is None else inner_optimizer
         require_no_base_arguments(base_arguments)
-        chosen = documented_policy(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
+        chosen = policy_from_arguments(policy, loss_scale, dynamic, initial_scale, dynamic_growth_steps)
         super().__init__(inner, chosen, guard=guard, global_clipnorm=global_clipnorm, name=name)
         self._slots = Slots(inner)
         self._steps = _Steps()

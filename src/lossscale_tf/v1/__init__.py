@@ -9,7 +9,7 @@ The classes and functions have the interfaces of `tf.contrib.mixed_precision` an
 loss scale managers and loss scales of these modules are functions here, which return policies.
 """
 
-from lossscale_tf._documented import (
+from lossscale_tf._policies import (
     DynamicLossScale,
     ExponentialUpdateLossScaleManager,
     FixedLossScale,

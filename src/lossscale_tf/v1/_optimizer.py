@@ -10,7 +10,7 @@ import tensorflow as tf
 from lossscale_core import ScaleState, ScalingPolicy, StepInfo, check_limits, metrics, state_from_dict, state_to_dict
 from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_keras.tensorflow import merges_replicas
-from lossscale_tf._documented import policy_of, require_policy_or_number
+from lossscale_tf._policies import policy_from_loss_scale, require_policy_or_number
 from lossscale_tf._verbs import Gradient, at_least_float32, cast_for, scale
 from lossscale_tf._wrappers import mark_gradient, origins, present_gradients, scales_already, warn_if_resumed
 from lossscale_tf.v1._step import Step
@@ -57,7 +57,7 @@ class LossScaleOptimizer(_Optimizer):
         super().__init__(opt._use_locking if use_locking is None else use_locking, name)
         self._optimizer = opt
         with tf.name_scope(f"{name}_loss_scale"):
-            self._step = Step(policy_of(chosen))
+            self._step = Step(policy_from_loss_scale(chosen))
         self._warns_of_gradients = True  # until `compute_gradients` is called
         _share_deferred_restorations(self, opt)
 

@@ -147,12 +147,12 @@ def _count(argument: str, value: Any, to_int: Callable[[float], int]) -> int:
     return to_int(min(max(number, 1), _LARGEST_COUNT))
 
 
-def policy_of(loss_scale: Any) -> ScalingPolicy:
+def policy_from_loss_scale(loss_scale: Any) -> ScalingPolicy:
     """Return the policy of a documented argument `loss_scale`. "dynamic" is then the documented rule, from 2**15."""
     return DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else as_policy(loss_scale)
 
 
-def documented_policy(
+def policy_from_arguments(
     policy: Any, loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any
 ) -> ScalingPolicy:
     """Return the policy of the wrapper: the argument `policy`, or the policy of the documented arguments."""
