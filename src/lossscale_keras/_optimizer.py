@@ -40,8 +40,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     weights or `iterations`. The state of the policy is in Keras variables. `fit` therefore updates it under `jit`, too,
     and Keras's files contain it.
 
-    Under `jit` and in a `tf.function` nothing synchronises with the host. Eagerly, and on PyTorch, `apply` reads one
-    bool per step, as Keras's own wrapper does. It reads a second bool after an overflow, and one more with a guard.
+    Under `jit` and in a `tf.function` nothing synchronises with the host. Otherwise `apply` reads one bool per step, as
+    Keras's own wrapper does. It reads a second bool after an overflow, and one more with a guard. On TensorFlow, an
+    eager step also reads the state.
 
     Args:
         inner_optimizer: A Keras 3 optimizer. You can read and set its settings on the wrapper.
@@ -566,7 +567,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Args:
             store: A mapping of names to arrays.
         """
-        # Keras's store has `keys`, but it is not a mapping and cannot be iterated.
+        # Keras's store has `keys`, but it is not a mapping.
         numbers = {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118
         if "loss_scale" not in numbers:
             adapters.warn_caller(
