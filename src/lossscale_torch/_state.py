@@ -45,7 +45,7 @@ class ScalerState:
     _scale: Any = None
     _tracker: Any = None
     """torch's growth tracker; None until other code or a device needs it."""
-    _known_scale: tuple[int, float] | None = None
+    _host_scale: tuple[int, float] | None = None
     """The last value of the scale that the host knows, after the version of the scale's tensor that has this value."""
 
     def __init__(self, state: ScaleState) -> None:
@@ -56,7 +56,7 @@ class ScalerState:
     def _replace_scale(self, tensor: Tensor | None) -> None:
         if tensor is not None:
             tensor = tensor.detach().float().reshape(())
-            self.unit, self._known_scale = torch.ones_like(tensor), None
+            self.unit, self._host_scale = torch.ones_like(tensor), None
         self._scale = tensor  # as the last step, so that Ctrl-C cannot leave a scale without `unit`
 
     def _get_tracker(self) -> Tensor | None:
@@ -107,21 +107,21 @@ class ScalerState:
 
     def scale_on_host(self) -> float | None:
         """Return the loss scale, or None if the host does not know it."""
-        scale, known = self._scale, self._known_scale
+        scale, host_scale = self._scale, self._host_scale
         if scale is None:
             return self.init_scale
         if scale.is_cpu:
             number: float = scale.item()
             return number
-        return known[1] if known is not None and known[0] == scale._version else None
+        return host_scale[1] if host_scale is not None and host_scale[0] == scale._version else None
 
     def on_host(self) -> ScaleState:
         """Return the policy's state as host scalars. Waits for a device if the host does not know the numbers."""
         fields, tracker, scale = self.fields, self._tracker, self._scale  # since another thread may replace them
         if isinstance(fields, DeviceFields):
             return fields.on_host(scale, tracker)
-        known = self.scale_on_host()
-        number = scale.item() if known is None else known
+        number = self.scale_on_host()
+        number = scale.item() if number is None else number
         count = fields[1] if tracker is None else np.int32(tracker.item())
         return type(fields)(np.float32(number), count, *fields[2:])
 
@@ -215,15 +215,15 @@ class ScalerState:
             scale.copy_(torch.where(new > 0.0, new.clamp(members.min_scale, members.max_scale), scale))
         else:
             self._write_scale(new_scale)
-        known = None if isinstance(self.fields, DeviceFields) else self.scale_on_host()
-        return scale.clone() if known is None else known
+        number = None if isinstance(self.fields, DeviceFields) else self.scale_on_host()
+        return scale.clone() if number is None else number
 
     def _write_scale(self, number: float) -> None:
         self.scale.fill_(number)  # in place, so that autograd refuses a backward pass of an earlier loss
         self._remember_scale(number)
 
     def _remember_scale(self, number: float) -> None:
-        self._known_scale = self.scale._version, number
+        self._host_scale = self.scale._version, number
 
     def __reduce__(self) -> Any:
         return ScalerState, (self.on_host(),)

@@ -95,9 +95,10 @@ class Guard(Hook):
 
     def __init__(self, rule: SpikeGuard, loaded: Iterable[GuardState] = ()) -> None:
         check_guard(rule)
-        self.rule, self._loaded = rule, list(loaded)
+        self.rule, self._checkpoint_states = rule, list(loaded)
+        """`_checkpoint_states` are the states of a checkpoint that are still without an optimizer."""
         self._states: weakref.WeakKeyDictionary[Optimizer, GuardState] = weakref.WeakKeyDictionary()
-        self._proposed: dict[Optimizer, GuardState] = {}
+        self._next_states: dict[Optimizer, GuardState] = {}
         """For each optimizer of this step, the state that includes its norm; `after_update` may accept it."""
 
     def before_step(self, scaler: "GradScaler", step: OptimizerStep) -> Tensor | None:
@@ -106,7 +107,7 @@ class Guard(Hook):
         if norm is None:  # the optimizer has no gradients
             return None
         if key not in self._states:
-            self._states[key] = self._loaded.pop(0) if self._loaded else self.rule.init_state()
+            self._states[key] = self._checkpoint_states.pop(0) if self._checkpoint_states else self.rule.init_state()
         state = self._states[key]
         is_on_device = isinstance(state.mean, Tensor)  # a state does not return to the host
         if not norm.is_cpu and not is_on_device and kind_of(step.optimizer) is PLAIN:
@@ -126,7 +127,7 @@ class Guard(Hook):
             # A float64 norm that overflows float32 is a spike. It is not an overflow.
             accepted, after = self.rule.check(state, min(value, _LARGEST) if is_finite else math.inf)
             flag = torch.tensor(float(not accepted), dtype=torch.float32)
-        self._proposed[key] = after
+        self._next_states[key] = after
         return flag
 
     def _check_on_device(self, state: GuardState, norm: Tensor, is_finite: Tensor) -> tuple[Tensor, GuardState]:
@@ -141,9 +142,9 @@ class Guard(Hook):
 
         Raises `OverflowStreakError` if a state on the host has reached the guard's `max_streak`.
         """
-        proposed, self._proposed = self._proposed, {}
+        next_states, self._next_states = self._next_states, {}
         on_host = []
-        for key, after in proposed.items():
+        for key, after in next_states.items():
             state, flags = self._states[key], scaler._steps[id(key)].flags
             if SPIKE not in flags:  # other code has replaced the record
                 continue
@@ -164,18 +165,18 @@ class Guard(Hook):
 
     def abandon(self, scaler: "GradScaler") -> None:
         """Forget the norms of a step that ended without an outcome."""
-        self._proposed = {}
+        self._next_states = {}
 
     def first(self) -> GuardState | None:
         """Return the state of the first optimizer, or None before the first step. Does not synchronise."""
-        return next(iter([*self._states.values(), *self._loaded]), None)
+        return next(iter([*self._states.values(), *self._checkpoint_states]), None)
 
     def states(self) -> list[GuardState]:
         """Return the state of each optimizer as host scalars. Waits for states on a device."""
         start = self.rule.init_state()
         return [
             GuardState(*(type(first)(float(value)) for first, value in zip(start, state, strict=True)))
-            for state in [*self._states.values(), *self._loaded]
+            for state in [*self._states.values(), *self._checkpoint_states]
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,7 +198,7 @@ class Guard(Hook):
             with outside_graph(state.mean.device):  # a graph may hold these tensors
                 for tensor, value in zip(state, after, strict=True):
                     tensor.fill_(value.item())
-        self._loaded = loaded
+        self._checkpoint_states = loaded
 
     def __reduce__(self) -> Any:
         return Guard, (self.rule, self.states())
