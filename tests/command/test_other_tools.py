@@ -9,99 +9,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lossscale import from_tool, state_from_tool, tools
+from lossscale import from_tool, state_from_tool
 from lossscale.other_tools import tools_of_checkpoint
 from lossscale_core import DynamicScaling, FixedScaling, state_from_dict, state_to_dict
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale_core.errors import CheckpointError, PolicyError
-from lossscale_core.testing import simulate
 from tests.core.own_policies import AdditiveScaling
-from tests.strategies import flags
+from tests.other_tools import check_scaler
 
 RUNS = json.loads(Path(__file__).with_name("tool_runs.json").read_text())
-"""Runs of each tool's own class. Not among them: Chainer and MXNet, with rules that no policy of this library has."""
+"""Runs of each tool, recorded (with a version) or worked out from its source; Chainer and MXNet have other rules."""
 
 
-PLACED = [
-    ("torch", {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7}),
-    ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}),
-    ("apex", {"dynamic": True, "_loss_scale": 8.0, "_unskipped": 7, "_min_loss_scale": None}),
-    ("deepspeed", {"loss_scaler": {"cur_scale": 8, "cur_iter": 1020, "last_overflow_iter": 11, "scale_window": 1000}}),
-    ("deepspeed", {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 9, "dtype": "half"}),
-    ("megatron", {"grad_scaler": {"scale": [8.0], "growth_tracker": 7, "hysteresis_tracker": -3}}),
-    ("megatron", {"_scale": np.array([8.0]), "_growth_tracker": 7, "_hysteresis_tracker": 1, "min_scale": 1.0}),
-    ("keras", {"opt/loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE": 8.0, "opt/loss_scale/good_steps:0": 7}),
-    ("keras", {"loss_scale": np.float32(8.0), "dynamic_counter": np.int64(7)}),
-    ("keras3", {"dynamic_scale": np.float32(8.0), "step_counter": 7}),
-    ("jmp", {"loss_scale": np.float32(8.0), "counter": np.int32(7), "period": 2000}),
-    ("flax", {"fin_steps": np.int32(7), "scale": np.float32(8.0)}),
-    ("paddle", {"scale": np.array([8.0]), "incr_count": 7, "decr_count": 0, "decr_every_n_nan_or_inf": 1}),
-    ("paddle", {"_scale": np.array([8.0]), "_incr_count": 7, "_decr_count": 0, "_decr_every_n_nan_or_inf": 1}),
-]
-"""Tools by name, and what they save where the scale is 8, after seven finite steps."""
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_policy_has_the_tools_scales(run):
+    """The policy of a tool's config has the tool's scales, also in a run that continues the tool's saved run."""
+    scales, grads_finite = map(np.float32, run["scale_after"]), [flag == "0" for flag in run["overflow"]]
+    stop, saved = run.get("saved_after"), lambda: [run["saved"]]
+    check_scaler(run["tool"], run["config"], lambda finite: next(scales), saved, [], grads_finite, stop)
 
 
 def _named(value):
     return value if type(value) is str else ""
-
-
-def test_every_tool_has_a_recorded_run_and_a_saved_layout():
-    """No row of the table is untested."""
-    assert {run["tool"] for run in RUNS.values()} == {name for name, _ in PLACED} == tools().keys()
-
-
-def _saved_by_deepspeed(scale, now, last, allowed, left, restores=False):
-    counts = {"cur_scale": scale, "cur_iter": now, "last_overflow_iter": last, "cur_hysteresis": left}
-    return {**counts, "scale_window": 2, "delayed_shift": allowed, "consecutive_hysteresis": restores}
-
-
-DEEPSPEED = {"initial_scale_power": 5, "loss_scale_window": 2}
-RESTORING = {**DEEPSPEED, "consecutive_hysteresis": True}
-MEGATRON = {"initial_scale": 64.0, "min_scale": 4.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
-UNEVEN = {"initial_scale": 64.0, "growth_interval": 2.5, "hysteresis": 3}
-SAVED_BY_MEGATRON = {"scale": [64.0], "growth_tracker": 1, "hysteresis_tracker": 1}
-PADDLE = {"init_loss_scaling": 64.0, "incr_ratio": 4.0, "decr_ratio": 0.25}
-TWO = {"incr_every_n_steps": 2, "decr_every_n_nan_or_inf": 2}
-SAVED_BY_PADDLE = {"scale": [64.0], "incr_count": 0, "decr_count": 1}
-STORIES = [
-    # The first finite step after an overflow does not count, and only growth restores the tolerated overflows,
-    (
-        "deepspeed",
-        DEEPSPEED,
-        "1F 1T 1F 4T 2F",
-        [32, 32, *[16] * 3, *[32] * 3, 16],
-        3,
-        _saved_by_deepspeed(16, 3, 2, 2, 1),
-    ),
-    # or each finite step does.
-    ("deepspeed", RESTORING, "1F 1T 1F 1T 3F", [*[32] * 5, 16, 8], 6, _saved_by_deepspeed(16, 6, 5, 2, 1, True)),
-    # Overflows since the last growth count, whatever came between; a count is compared with `==`.
-    ("megatron", MEGATRON, "1F 1T 1F 2T 4F", [64, 64, 16, 16, 64, 64, 16, 4, 4], 2, SAVED_BY_MEGATRON),
-    ("megatron", UNEVEN, "2F 4T 1F", [*[64] * 6, 32], 3, SAVED_BY_MEGATRON),
-    # The scale falls on every so-many-th overflow of a row.
-    ("paddle", PADDLE | TWO, "1F 1T 3F 2T 1F", [64, 64, 64, 16, 16, 16, 64, 64], 3, SAVED_BY_PADDLE | TWO),
-]
-"""Tools with rules of their own: a config, a run with its scales, and what the tool saves after some of its steps."""
-
-
-@pytest.mark.parametrize(("name", "config", "run", "scales", "stop", "entries"), STORIES, ids=_named)
-def test_the_policy_does_what_the_tool_does(name, config, run, scales, stop, entries):
-    """Scales are equal after every step, also of a run that is saved and continued, with the policy or without it."""
-    policy = from_tool(name, config)
-    states = [policy.init_state()]
-    for step, finite in enumerate(flags(run)):
-        if step == stop:
-            states += [state_from_tool(name, entries, policy), state_from_tool(name, entries)]
-            assert states[1] == states[2]
-        states = [policy.update(state, finite) for state in states]
-        assert {float(state.loss_scale) for state in states} == {scales[step]}
-
-
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_recorded_runs(run):
-    """The keys of a recorded run are read too; the run is the original's, to the last bit."""
-    trace = simulate(from_tool(run["tool"], run["config"]), [flag == "0" for flag in run["overflow"]])
-    np.testing.assert_array_equal(trace.loss_scale_after, np.array(run["scale_after"], dtype=np.float32))
 
 
 _megatrons = functools.partial(DynamicScaling, growth_interval=1000, hysteresis=2, refill_on_finite=False)
@@ -129,7 +58,7 @@ KERAS_3_11 = {  # as Keras 3.0 to 3.11 write it
     **{"use_ema": False, "ema_momentum": 0.99, "loss_scale_factor": None, "gradient_accumulation_steps": None},
     **{"inner_optimizer": {}, "initial_scale": 32768.0, "dynamic_growth_steps": 2000},
 }
-SAYINGS = [
+CONFIGS = [
     *((name, {}, policy) for name, policy in DEFAULTS.items()),
     ("deepspeed", {"fp16": {"hysteresis": 3}, "bf16": {}}, _default("deepspeed", hysteresis=1)),
     ("deepspeed", {"train_batch_size": 8, "fp16": {}, "zero_optimization": {"stage": 2}}, _default("deepspeed")),
@@ -160,36 +89,35 @@ SAYINGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "config", "policy"), SAYINGS, ids=_named)
-def test_what_a_config_means(name, config, policy):
-    """Each tool's own ways of saying a thing; the config is left alone."""
+@pytest.mark.parametrize(("name", "config", "policy"), CONFIGS, ids=_named)
+def test_a_config_has_one_policy(name, config, policy):
+    """`from_tool` reads each form of a tool's settings, and does not change the config."""
     before = copy.deepcopy(config)
     assert from_tool(name, config) == policy
     assert config == before
 
 
-REFUSED = [
-    ("torch", [], "must be a dict"),
-    ("torch", {"growth_intervall": 3}, "'growth_intervall' is not a key of torch; did you mean 'growth_interval'"),
-    ("torch", {"init_scale": 4.0, "scale": 8.0}, "scale and init_scale are names of one setting"),
-    ("deepspeed", {"loss_scale_window": 2.7}, "loss_scale_window=2.7"),
-    ("deepspeed", {"initial_scale_power": -2}, "min_scale=1.0 must not exceed init_scale=0.25"),
-    ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "pass one form"),
-    ("deepspeed", {"fp16": None}, "'fp16' is not a key of deepspeed"),
-    ("jmp", {}, "no default for loss_scale"),
-    ("paddle", {"decr_ratio": 2.0}, "decr_ratio=2.0 .*: backoff_factor=2.0 must be between 0 and 1"),
+PLACED = [
+    ("torch", {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 7}),
+    ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 7}}),
+    ("apex", {"dynamic": True, "_loss_scale": 8.0, "_unskipped": 7, "_min_loss_scale": None}),
+    ("deepspeed", {"loss_scaler": {"cur_scale": 8, "cur_iter": 1020, "last_overflow_iter": 11, "scale_window": 1000}}),
+    ("deepspeed", {"cur_scale": 8.0, "cur_iter": 20, "last_overflow_iter": 11, "scale_window": 9, "dtype": "half"}),
+    ("megatron", {"grad_scaler": {"scale": [8.0], "growth_tracker": 7, "hysteresis_tracker": -3}}),
+    ("megatron", {"_scale": np.array([8.0]), "_growth_tracker": 7, "_hysteresis_tracker": 1, "min_scale": 1.0}),
+    ("keras", {"opt/loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE": 8.0, "opt/loss_scale/good_steps:0": 7}),
+    ("keras", {"loss_scale": np.float32(8.0), "dynamic_counter": np.int64(7)}),
+    ("keras3", {"dynamic_scale": np.float32(8.0), "step_counter": 7}),
+    ("jmp", {"loss_scale": np.float32(8.0), "counter": np.int32(7), "period": 2000}),
+    ("flax", {"fin_steps": np.int32(7), "scale": np.float32(8.0)}),
+    ("paddle", {"scale": np.array([8.0]), "incr_count": 7, "decr_count": 0, "decr_every_n_nan_or_inf": 1}),
+    ("paddle", {"_scale": np.array([8.0]), "_incr_count": 7, "_decr_count": 0, "_decr_every_n_nan_or_inf": 1}),
 ]
-
-
-@pytest.mark.parametrize(("name", "config", "words"), REFUSED, ids=_named)
-def test_what_cannot_be_expressed_names_the_field(name, config, words):
-    """The error names the key of theirs and its value."""
-    with pytest.raises(PolicyError, match=words):
-        from_tool(name, config)
+"""Tools by name, and what they save if the scale is 8 after seven finite steps."""
 
 
 @pytest.mark.parametrize(("name", "entries"), PLACED, ids=_named)
-def test_a_checkpoint_is_recognised_and_read(name, entries):
+def test_a_checkpoint_is_recognised(name, entries):
     """Each layout of a tool gives the name of the tool, the scale, and seven finite steps toward growth."""
     assert tools_of_checkpoint(entries) == [name]
     state = state_from_tool(name, entries)
@@ -197,8 +125,8 @@ def test_a_checkpoint_is_recognised_and_read(name, entries):
     assert state_from_dict(json.loads(json.dumps(state_to_dict(state)))) == state
 
 
-def test_another_policy_continues_with_what_it_has_a_place_for():
-    """What a checkpoint lacks starts over; a policy without counters changes none."""
+def test_another_policy_continues_the_run():
+    """A counter that the checkpoint lacks starts over; a policy without counters ignores those of the checkpoint."""
     entries = {"scale": 8.0, "_growth_tracker": 7}
     assert state_from_tool("torch", entries, 8.0) == FixedScaling(8.0).init_state()
     own = state_from_tool("torch", entries, AdditiveScaling(growth_interval=9))
@@ -212,25 +140,40 @@ def test_another_policy_continues_with_what_it_has_a_place_for():
 
 
 ITERATIONS = {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": -1}
-NO_CHECKPOINTS = [
-    ("torch", {}, "has no scale, growth_tracker, and is empty"),
-    ("torch", {"scale": float("inf"), "_growth_tracker": 1}, "loss_scale=inf"),
-    ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": {}}, "holds 2 scalers"),
-    ("torch", {"scale": 8.0, "_growth_tracker": -5}, "growth_tracker=-5 .* must be a whole number from 0"),
-    ("deepspeed", {**ITERATIONS, "last_overflow_iter": 30, "scale_window": 4}, "cur_iter=3 must be after last_"),
-    ("deepspeed", ITERATIONS, r"depends on growth_interval, .* pass policy=from_tool\('deepspeed'"),
-]
+REFUSED = {
+    from_tool: [
+        ("torch", [], "must be a dict"),
+        ("torch", {"growth_intervall": 3}, "'growth_intervall' is not a key of torch; did you mean 'growth_interval'"),
+        ("torch", {"init_scale": 4.0, "scale": 8.0}, "scale and init_scale are names of one setting"),
+        ("deepspeed", {"loss_scale_window": 2.7}, "loss_scale_window=2.7"),
+        ("deepspeed", {"initial_scale_power": -2}, "min_scale=1.0 must not exceed init_scale=0.25"),
+        ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "pass one form"),
+        ("deepspeed", {"fp16": None}, "'fp16' is not a key of deepspeed"),
+        ("jmp", {}, "no default for loss_scale"),
+        ("paddle", {"decr_ratio": 2.0}, "decr_ratio=2.0 .*: backoff_factor=2.0 must be between 0 and 1"),
+    ],
+    state_from_tool: [
+        ("torch", {}, "has no scale, growth_tracker, and is empty"),
+        ("torch", {"scale": float("inf"), "_growth_tracker": 1}, "loss_scale=inf"),
+        ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": {}}, "holds 2 scalers"),
+        ("torch", {"scale": 8.0, "_growth_tracker": -5}, "growth_tracker=-5 .* must be a whole number from 0"),
+        ("deepspeed", {**ITERATIONS, "last_overflow_iter": 30, "scale_window": 4}, "cur_iter=3 must be after last_"),
+        ("deepspeed", ITERATIONS, r"depends on growth_interval, .* pass policy=from_tool\('deepspeed'"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("name", "entries", "words"), NO_CHECKPOINTS, ids=_named)
-def test_what_no_state_can_hold_is_refused(name, entries, words):
-    """The error names the key, the value and what to do."""
-    with pytest.raises(CheckpointError, match=words):
-        state_from_tool(name, entries)
+@pytest.mark.parametrize(
+    ("read", "name", "entries", "words"), [(read, *row) for read, rows in REFUSED.items() for row in rows], ids=_named
+)
+def test_a_wrong_entry_is_named(read, name, entries, words):
+    """A config without a policy and a checkpoint without a state are refused with the tool's own key and the value."""
+    with pytest.raises(PolicyError if read is from_tool else CheckpointError, match=words):
+        read(name, entries)
 
 
-def test_auto_is_said_to_be_the_default():
-    """A trainer of another package fills such values in; what it fills in is not known."""
+def test_auto_is_the_tools_default():
+    """A value of "auto" means the tool's default, with a warning, because a trainer may use another value."""
     config = {"fp16": {"enabled": True, "initial_scale_power": "auto", "loss_scale_window": 500}}
     with pytest.warns(UserWarning, match=r'deepspeed: initial_scale_power of "auto" is taken .* write the number'):
         policy = from_tool("deepspeed", config)
