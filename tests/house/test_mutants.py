@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.mutants.own_tests import ROOT, TESTS, own_tests
+from tests.mutants.own import PACKAGES, ROOT, own_tests
 
 
-@pytest.mark.parametrize("package", TESTS)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_each_module_names_its_tests(package):
     """Each module has a test file of its own name or a row of existing files, and each row is of a module."""
     table = own_tests(package)

@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 from operators import meaning, mutate_code, places
-from own_tests import TESTS, own_tests
+from own import PACKAGES, own_tests
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
@@ -44,7 +44,7 @@ LOWEST, LOWEST_OF_PACKAGE = 0.90, 0.86  # some survivors are equivalent programs
 def stages(package, module, is_own):
     """Return the runs of pytest for a mutant, its own files first: the backend of Keras, a word for `-k`, the files."""
     own = own_tests(package)[module]
-    tables = [] if is_own else [own_tests(other) for other in TESTS if other.split(".")[0] == package.split(".")[0]]
+    tables = [] if is_own else [own_tests(other) for other in PACKAGES if other.split(".")[0] == package.split(".")[0]]
     more = {file for table in tables for files in table.values() for file in files} - {*own}
     for files in (own, sorted(more)):
         runs = collections.defaultdict(list)
