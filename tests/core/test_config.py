@@ -17,7 +17,7 @@ from lossscale_core import (
     policy_to_dict,
 )
 from lossscale_core.errors import PolicyError
-from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling
+from tests.core.own_policies import AdditiveScaling
 from tests.strategies import LIBRARY_KINDS, policies
 
 EACH = policies(*LIBRARY_KINDS, AdditiveScaling.kind)
@@ -55,40 +55,16 @@ def test_as_policy():
     assert [*map(as_policy, sources)] == [NoScaling(), *map(FixedScaling, (1024.0, 0.5, 2.0))]
 
 
-FROM_TOOL = "for the config of another tool run: lossscale policy convert FILE, or call lossscale.from_tool"
-BAD_CONFIGS = [
-    ({"kind": "dynamic", "growth_intervall": 3}, "growth_intervall' .* did you mean 'growth_interval'.* known:"),
-    ({"kind": "dynamik"}, "dynamik.* did you mean 'dynamic'.* fixed"),
-    ({"kind": ["dynamic"]}, "kind=.* known:"),
-    ({"kind": "fixed"}, "a 'fixed' policy needs init_scale; add it, as in init_scale = 1024.0"),
-    ({"kind": "none", "init_scale": 1.0}, "'init_scale' is not a key of a 'none' policy"),
-    ([1], "table.* kind = 'dynamic'"),
-    ({"growth_interval": 3}, r"no 'kind', but growth_interval; add kind = 'dynamic' \(known: none, fixed, dynamic"),
-    ({"train_batch_size": 8, "fp16": {"enabled": True}}, f"no 'kind'.* {re.escape(FROM_TOOL)}"),
-    ({"kind": "dynamic", "loss_scale_window": 1000}, re.escape(FROM_TOOL)),
-    ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
-    ({"tool": {"lossscale": {"kind": "dynamic"}}}, "no 'kind', but tool; add kind = 'dynamic' .* outside of any table"),
-]
-
-
-@pytest.mark.parametrize(("config", "words"), BAD_CONFIGS)
-def test_a_bad_config_names_the_remedy(tmp_path, config, words):
-    """A dict and a file get the same sentence; the file's begins with its path."""
-    with pytest.raises(PolicyError, match=words):
-        policy_from_dict(config)
+def test_an_error_of_a_file_begins_with_its_path(tmp_path):
+    """`load_policy` and `policy_from_dict` raise the same sentence, to which `load_policy` adds the path."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    with pytest.raises(PolicyError, match=f"^{re.escape(str(path))}: .*{words}"):
+    path.write_text('{"kind": "dynamik"}')
+    with pytest.raises(PolicyError, match=f"^{re.escape(str(path))}: .*dynamik.* did you mean 'dynamic'"):
         load_policy(path)
 
 
-def test_dump_refuses_what_it_cannot_write(tmp_path):
-    """Another suffix, a policy that is not the library's, or a file that may not be replaced, before it writes."""
-    with pytest.raises(PolicyError, match="BareAdditiveScaling"):
-        dump_policy(BareAdditiveScaling(), tmp_path / "p.toml")
-    with pytest.raises(PolicyError, match=r"\.toml or \.json"):
-        dump_policy(DynamicScaling(), tmp_path / "p.ini")
-    assert list(tmp_path.iterdir()) == []
+def test_a_file_is_replaced_if_allowed(tmp_path):
+    """`dump_policy(..., overwrite=False)` raises `FileExistsError` and leaves an existing file as it is."""
     dump_policy(DynamicScaling(), tmp_path / "p.toml", overwrite=False)
     with pytest.raises(FileExistsError):
         dump_policy(NoScaling(), tmp_path / "p.toml", overwrite=False)

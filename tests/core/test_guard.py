@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, GuardState, SpikeGuard, check_limits, diagnose, metrics, state_to_dict
 from lossscale_core.adapters import clip_divisor, guard_state_from_dict
-from lossscale_core.errors import CheckpointError, OverflowStreakError
+from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate
 
 NORMS = st.lists(st.floats(0.0, 2.0**100, width=32) | st.sampled_from([math.inf, math.nan, 0.0]), max_size=60)
@@ -110,21 +110,6 @@ def test_the_state_goes_through_a_checkpoint():
     assert list(entries["guard"]) == ["mean", "deviation", "norms", "spikes", "streak"]
     loaded = guard_state_from_dict(entries)
     assert [(type(value), value) for value in loaded] == [(type(value), value) for value in state]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        *(({"mean": math.nan}, "mean=nan"), ({"deviation": -1.0}, "deviation=-1"), ({"spikes": 1.5}, "spikes=1.5")),
-        ({"mean": None, "spikes": None}, "has no mean, spikes"),
-    ],
-)
-def test_a_damaged_guard_is_refused(change, message):
-    """The message names the field and its value, or the fields that are not there."""
-    entries = state_to_dict(DynamicScaling().init_state(), guard=SpikeGuard().init_state())
-    guard = {name: value for name, value in {**entries["guard"], **change}.items() if value is not None}
-    with pytest.raises(CheckpointError, match=message):
-        guard_state_from_dict({**entries, "guard": guard})
 
 
 def test_simulate_checks_recorded_norms():

@@ -33,12 +33,6 @@ def test_every_member_of_a_bare_policy_has_a_default():
     assert members.settings() == {"init_scale": 2.0**10, "growth_interval": 2, "min_scale": 1.0, "max_scale": 2.0**15}
 
 
-def test_a_kind_belongs_to_one_policy():
-    """A second class of a kind is refused by name; the same class may be defined again, as in a notebook."""
-    with pytest.raises(PolicyError, match="kind='dynamic' is taken by DynamicScaling"):
-        type("Mine", (BaseScaling,), {"kind": "dynamic"})
-
-
 class Registered:
     """A class of a user that keeps a list of those derived from it."""
 

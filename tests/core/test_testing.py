@@ -50,22 +50,6 @@ def test_the_largest_numbers_are_those_of_the_dtypes():
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments", "error", "words"),
-    [
-        (simulate, ("0010",), TypeError, "sequence of bools"),
-        *((simulate, ([True, odd],), TypeError, "sequence of bools") for odd in (None, "x", float("nan"), 0.5)),
-        (simulate_gradients, ([0.0, -3.0, -4.0],), ValueError, "must hold a number from 0"),
-        (simulate_gradients, ([1.0], "float8"), ValueError, "float16, bfloat16"),
-        (simulate_gradients, ([[1.0]],), ValueError, "must hold a number from 0 for each step"),
-    ],
-)
-def test_what_is_not_a_run_is_refused(call, arguments, error, words):
-    """Flags written as text, or that are not 0 or 1; negative magnitudes, unknown dtypes and other shapes."""
-    with pytest.raises(error, match=words):
-        call("dynamic", *arguments)
-
-
-@pytest.mark.parametrize(
     ("a", "b", "is_same"),
     [
         (np.array([1.0, np.nan]), np.array([1.0, np.nan]), True),
