@@ -16,7 +16,7 @@ from lossscale_core.adapters import check_setting, describe, locate_fault, log_e
 from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
 from lossscale_torch._clip import clip
 from lossscale_torch._gradients import names_of, params_of
-from lossscale_torch._record import LEGACY, kind_of
+from lossscale_torch._record import FUSED, LEGACY, kind_of
 from lossscale_torch._report import bad_gradients, pairs
 from lossscale_torch._scaler import GradScaler
 from lossscale_torch._state import DeviceFields, is_capturing
@@ -40,12 +40,13 @@ _NUMBERS = ("calls", "steps", "skipped_steps", "overflow_streak", *GuardState._f
 
 
 class GuardedOptimizer(_AnyOptimizer):
-    """The type of an optimizer with atomic steps, as `guarded` returns it.
+    """An optimizer with atomic steps, as `guarded` returns it.
 
     Its class is also a subclass of the optimizer's former class: an `AdamW` becomes a `GuardedAdamW`.
     """
 
     _lossscale: "_Step"
+    _former_class: type[torch.optim.Optimizer]
 
     @property
     def last_step(self) -> StepInfo:
@@ -58,6 +59,66 @@ class GuardedOptimizer(_AnyOptimizer):
     def metrics(self) -> dict[str, Any]:
         """Return the counts of steps and skipped steps, and the numbers of the guard, as `GradScaler.metrics` does."""
         return self._lossscale.metrics()
+
+    @not_compiled
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, _inner: dict[str, Any] | None = None, **settings: Any
+    ) -> Any:
+        """Step if the gradients are good; return the result of the closure."""
+        if _inner is not None:  # the scaler calls it, for good gradients or for a kernel that skips
+            return super().step(**_inner)
+        if hasattr(self, "found_inf") and not hasattr(self.found_inf, "is_left_over"):
+            for name in ("found_inf", "grad_scale"):  # torch's scaler leaves them after an error
+                self.__dict__.pop(name, None)
+            raise CallOrderError(
+                "a guarded optimizer was given to a scaler, which skips bad steps by itself; use one of the two"
+            )
+        self._opt_called = True  # schedulers read it
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            settings["closure"] = lambda: loss
+        self._lossscale.take(self, settings)
+        return loss
+
+    # Otherwise a scheduler would wrap this step, and torch would call hooks here and around the inner step.
+    step._wrapped_by_lr_sched = step.hooked = True  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's entries; the first parameter group has the guard's numbers."""
+        _first(self.param_groups).update(self._lossscale.numbers())
+        entries: dict[str, Any] = super().state_dict()
+        return entries
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the optimizer's entries, and with the guard's numbers if there are any."""
+        before = self._lossscale.numbers()
+        try:
+            self._lossscale.load(_first(state_dict.get("param_groups", ())))
+            super().load_state_dict(state_dict)
+        except BaseException:
+            self._lossscale.load(before)
+            raise
+        # torch.distributed.checkpoint reads a flat file by the names in the group.
+        _first(self.param_groups).update(self._lossscale.numbers())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch's copies of a fused optimizer lose its mark, and would clip with other roundings.
+        mark = {"_step_supports_amp_scaling": True} if kind_of(self) is FUSED else {}
+        return _new_guarded, (self._former_class,), {**super().__getstate__(), **mark, "_lossscale": self._lossscale}
+
+
+@functools.cache
+def _guarded_class(kind: Any) -> Any:
+    """Return the guarded subclass of a class of optimizers. The layout of its objects is the same."""
+    members = {"__doc__": kind.__doc__, "__module__": kind.__module__, "_former_class": kind}
+    return type(f"Guarded{kind.__name__}", (GuardedOptimizer, kind), members)
+
+
+def _new_guarded(kind: Any) -> Any:
+    cls = _guarded_class(kind)
+    return cls.__new__(cls)
 
 
 def guarded(
@@ -141,7 +202,7 @@ def guarded(
     limit = check_setting("max_overflow_streak", max_streak)
     scaler._watch = GuardedWatch(*_names_of(optimizer, names), on_bad == "raise", limit)
     result: Any = optimizer
-    if "guarded_steps" in (group := _first_group(result)):  # from a checkpoint that was loaded before this call
+    if "guarded_steps" in (group := _first(result.param_groups)):  # from a checkpoint that was loaded before this call
         scaler.load(group)
     group.update(scaler.numbers())
     vars(result).pop("step", None)  # a scheduler has set it to notice calls; our `step` tells the scheduler
@@ -203,20 +264,19 @@ class _Step(GradScaler):
     max_norm: float
     _watch: "GuardedWatch"
 
-    def take(self, optimizer: torch.optim.Optimizer, inner: dict[str, Any]) -> None:
+    def take(self, optimizer: GuardedOptimizer, inner: dict[str, Any]) -> None:
         """Take a step or skip it, and set `last_step`. `inner` are the arguments of the optimizer's own `step`."""
         self.last_step = _NOT_APPLIED
-        before = self.numbers() if _may_be_dummy(optimizer) else None
         try:
             self._abandon()  # what an interrupted step has left
             # The device of a parameter, even if it has no gradient: ranks must combine flags on devices of one type.
             self.place_on(next((param.device for param in params_of(optimizer)), "cpu"))
             norm = clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
+            if _may_be_dummy(optimizer) and self._ranks.process_group is None and norm == 0.0:
+                optimizer.step(_inner=inner)  # it does not count; ranks of a process group may have other norms
+                return
             self.step(optimizer, _inner=inner)
             self.last_step = self.update()._replace(norm=norm)  # type: ignore[misc]
-            if before is not None and norm == 0.0:
-                self.load(before)
-                self.last_step = _NOT_APPLIED
         finally:
             self._abandon()
 
@@ -329,68 +389,8 @@ def _names_of(
     return result, [*in_model.values()] or (result if len(optimizer.param_groups) == 1 else [])
 
 
-@functools.cache
-def _guarded_class(kind: Any) -> Any:
-    """Return the guarded subclass of a class of optimizers. The layout of its objects is the same."""
-
-    class Guarded(GuardedOptimizer, kind):
-        __doc__, __module__ = kind.__doc__, kind.__module__
-
-        @not_compiled
-        def step(
-            self, closure: Callable[[], Any] | None = None, *, _inner: dict[str, Any] | None = None, **settings: Any
-        ) -> Any:
-            """Step if the gradients are good; return the result of the closure."""
-            if _inner is not None:  # the scaler calls it, for good gradients or for a kernel that skips
-                return super().step(**_inner)
-            if hasattr(self, "found_inf") and not hasattr(self.found_inf, "is_left_over"):
-                for name in ("found_inf", "grad_scale"):  # torch's scaler leaves them after an error
-                    self.__dict__.pop(name, None)
-                raise CallOrderError(
-                    "a guarded optimizer was given to a scaler, which skips bad steps by itself; use one of the two"
-                )
-            self._opt_called = True  # schedulers read it
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-                settings["closure"] = lambda: loss
-            self._lossscale.take(self, settings)
-            return loss
-
-        # Otherwise a scheduler would wrap this step, and torch would call hooks here and around the inner step.
-        step._wrapped_by_lr_sched = step.hooked = True  # type: ignore[attr-defined]
-
-        def state_dict(self) -> dict[str, Any]:
-            """Return the optimizer's entries; the first parameter group has the guard's numbers."""
-            _first_group(self).update(self._lossscale.numbers())
-            return super().state_dict()
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Continue with the optimizer's entries, and with the guard's numbers if there are any."""
-            before = self._lossscale.numbers()
-            try:
-                self._lossscale.load(next(iter(state_dict.get("param_groups", ())), {}))
-                super().load_state_dict(state_dict)
-            except BaseException:
-                self._lossscale.load(before)
-                raise
-            _first_group(self).update(self._lossscale.numbers())  # a flat checkpoint is read by the names in the group
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _new_guarded, (kind,), {**super().__getstate__(), "_lossscale": self._lossscale}
-
-    Guarded.__name__ = Guarded.__qualname__ = f"Guarded{kind.__name__}"
-    return Guarded
-
-
-def _new_guarded(kind: Any) -> Any:
-    cls = _guarded_class(kind)
-    return cls.__new__(cls)
-
-
-def _first_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return next(iter(optimizer.param_groups), {})
+def _first(groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return next(iter(groups), {})
 
 
 def _may_be_dummy(optimizer: torch.optim.Optimizer) -> bool:
