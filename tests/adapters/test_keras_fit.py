@@ -37,7 +37,7 @@ def _model(*layers, optimizer, model_class=keras.Sequential, **settings):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of TorchInductor
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_fit_trains_in_float16_and_skips_bad_batches(jit_compile):
+def test_fit_in_float16_skips_bad_batches(jit_compile):
     """`compile` does not wrap the optimizer again, and a bad batch changes only the variables of the state."""
     inner = keras.optimizers.Adam(0.05, global_clipnorm=10.0)
     optimizer = LossScaleOptimizer(inner, DynamicScaling(init_scale=2.0**20, growth_interval=20))
@@ -60,7 +60,7 @@ def test_fit_trains_in_float16_and_skips_bad_batches(jit_compile):
 
 @EACH_WRAPPER
 @pytest.mark.parametrize("jit_compile", {"jax": [True], "torch": [False]}.get(BACKEND, [False, True]))
-def test_fit_calls_the_methods_of_a_subclass(wrapper, jit_compile):
+def test_fit_calls_methods_of_a_subclass(wrapper, jit_compile):
     """`fit` calls an overridden `apply`, or `stateless_apply` on JAX. The subclass replaces the gradients by ones."""
 
     class Ones(wrapper):
@@ -78,7 +78,7 @@ def test_fit_calls_the_methods_of_a_subclass(wrapper, jit_compile):
         np.testing.assert_allclose(old - new, 2.0, rtol=1e-5)
 
 
-def test_the_logger_logs_the_first_bad_loss(caplog):
+def test_logger_logs_the_first_bad_loss(caplog):
     """The log names the batch of the first NaN or infinity, once, and does not mention finite losses."""
     model = _model(optimizer=LossScaleOptimizer(keras.optimizers.SGD(0.01)))
     for data, said in ((DATA, 0), (np.concatenate([DATA, BAD, DATA]), 1)):
@@ -86,7 +86,7 @@ def test_the_logger_logs_the_first_bad_loss(caplog):
         assert [getattr(record, "event", "") for record in caplog.records].count("bad_loss") == said
 
 
-def test_the_logger_logs_batches_and_spikes_and_raises():
+def test_logger_logs_batches_and_raises():
     """Every second batch has an entry with the guard's spikes. A streak raises an error at the end of the epoch."""
     numbers, seen, policy = {"loss_scale", "skipped_steps", "spikes"}, [], DynamicScaling(max_overflow_streak=3)
     model = _model(optimizer=LossScaleOptimizer(keras.optimizers.SGD(0.01), policy, guard=SpikeGuard()))
@@ -150,7 +150,7 @@ def test_the_loops_of_the_page_train():
     assert (int(optimizer.iterations), bool(optimizer.last_step.overflowed)) == (60, True)
 
 
-def test_the_train_step_of_the_page_keeps_the_averages_of_batch_normalization():
+def test_train_step_of_the_page():
     """After a skipped batch the averages have the same bits. Without this train step they are NaN."""
     names = {"keras": keras}
     exec(_code_with("def train_step" + ("(self, state, data)" if BACKEND == "jax" else "(self, data)")), names)
@@ -165,7 +165,7 @@ def test_the_train_step_of_the_page_keeps_the_averages_of_batch_normalization():
         model.fit(BAD, np.ones(8), verbose=0)
         return before, values_of(model.non_trainable_variables)
 
-    before, after = trained(names["Keeping"])
+    before, after = trained(names["ProtectedModel"])
     assert_same(after, before)
     assert np.abs(before[0]).max() > 0
     assert not np.isfinite(np.concatenate(trained(keras.Model)[1])).all()

@@ -94,7 +94,7 @@ def test_two_losses_and_halves_of_one(wrapper):
 
 
 @EACH_WRAPPER
-def test_a_step_that_fails_leaves_the_loss_as_it_was(wrapper):
+def test_a_failed_step_keeps_the_loss(wrapper):
     """After a step that raises an error, the gradients of the loss can still be applied."""
     two, unbuilt = Two(wrapper), wrapper(keras.optimizers.SGD(1.0))
     grads, _ = two.scaled(3.0)
@@ -111,7 +111,7 @@ def test_a_step_that_fails_leaves_the_loss_as_it_was(wrapper):
 
 
 @EACH_WRAPPER
-def test_a_named_loss_must_be_scaled_and_only_once(wrapper):
+def test_a_named_loss_is_scaled_once(wrapper):
     """`loss=` must be a loss that this optimizer scaled, and a scaled loss cannot be scaled again."""
     two, other = Two(wrapper), Two(wrapper)
     grads, loss = two.scaled(3.0)
@@ -125,7 +125,7 @@ def test_a_named_loss_must_be_scaled_and_only_once(wrapper):
 
 @EACH_WRAPPER
 @pytest.mark.parametrize("by", ["apply", "apply_gradients"])
-def test_a_loop_that_reads_the_scale_before_apply(wrapper, by):
+def test_reading_the_scale_before_apply_warns(wrapper, by):
     """Reading the scale between `scale_loss` and `apply` warns once, because `apply` divides by it, too."""
     two = Two(wrapper)
     step = {
@@ -144,7 +144,7 @@ def test_a_loop_that_reads_the_scale_before_apply(wrapper, by):
 
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
 @pytest.mark.parametrize("as_scan", [False, True])
-def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
+def test_pure_steps_use_their_own_state(as_scan):
     """Pure gradients and steps work in separate `jit` calls, and in a `scan` after an eager loss was scaled.
 
     A later eager step divides by the scale of its own loss.
@@ -178,7 +178,7 @@ def test_pure_steps_divide_by_the_scale_in_their_state(as_scan):
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
-def test_eager_steps_with_gradients_of_a_pure_function():
+def test_eager_steps_with_pure_gradients():
     """The gradients are divided by the current scale, not by the scale of the last eager loss. No tracer is stored."""
     import jax
 
@@ -198,7 +198,7 @@ def test_eager_steps_with_gradients_of_a_pure_function():
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="torch.compile")
-def test_a_compiled_function_that_scales_the_loss():
+def test_torch_compile_scales_the_loss():
     """torch.compile records no loss. The step divides by the current scale, without a warning."""
     import torch
 
@@ -212,7 +212,7 @@ def test_a_compiled_function_that_scales_the_loss():
 
 
 @pytest.mark.parametrize("policy", ["none", 8.0])
-def test_a_nested_loss_is_scaled_and_can_be_named(policy):
+def test_a_nested_loss_can_be_named(policy):
     """A nested structure of losses is scaled in float32 or wider, and can be passed as `loss=`."""
     optimizer, weight = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy), keras.Variable(np.zeros(2, "float32"))
     losses = optimizer.scale_loss({"a": keras.ops.ones((), "float16"), "b": keras.ops.ones(())})

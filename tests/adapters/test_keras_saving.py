@@ -49,7 +49,7 @@ def _continued(model):
     ids=["plain", "guarded", "fixed"],
 )
 @pytest.mark.parametrize("by_pickle", [False, True])
-def test_a_saved_model_continues_bit_for_bit(tmp_path, wrapper, settings, by_pickle):
+def test_a_saved_model_continues_exactly(tmp_path, wrapper, settings, by_pickle):
     """The loaded model has the same policy, guard and norm."""
     model = _trained(wrapper, **settings)
     with warnings.catch_warnings():
@@ -76,7 +76,7 @@ def _stored(path):
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
-def test_a_file_is_the_same_on_each_backend(tmp_path):
+def test_each_backend_writes_equal_files(tmp_path):
     """Each backend loads a file of an early version from TensorFlow, takes the same steps and writes the same file."""
     path = Path(__file__).parent / "keras_saved.keras"
     model = keras.models.load_model(path)
@@ -100,7 +100,7 @@ def test_a_file_is_the_same_on_each_backend(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 @EACH_WRAPPER
-def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path, wrapper):
+def test_weights_files_load_into_another_policy(tmp_path, wrapper):
     """The file stores numbers by name, so that a guard may be added. A file of the inner optimizer has no state."""
     model = _trained(wrapper)
     model.save_weights(tmp_path / "model.weights.h5")
@@ -120,7 +120,7 @@ def test_weights_files_keep_the_state_and_load_into_another_policy(tmp_path, wra
     assert "the loss scale starts over" in message
 
 
-def test_a_run_without_the_wrapper_continues_with_it(tmp_path):
+def test_the_wrapper_continues_an_unwrapped_run(tmp_path):
     """If a loaded optimizer is wrapped, it has the same variables as before."""
     plain = _fitted(keras.optimizers.SGD(0.0, momentum=1.0))
     inner = plain.optimizer
@@ -132,8 +132,9 @@ def test_a_run_without_the_wrapper_continues_with_it(tmp_path):
     assert int(inner.iterations) == 16
 
 
+@pytest.mark.promise(67, 68)
 @EACH_WRAPPER
-def test_promises_067_068_a_config(wrapper):
+def test_a_config(wrapper):
     """The config is JSON without running state. It makes an equal wrapper around a new inner optimizer."""
     inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=3.0)
     optimizer = wrapper(inner, policy=DynamicScaling(hysteresis=2), guard=SpikeGuard(threshold=4.0))
@@ -163,7 +164,7 @@ def test_promises_067_068_a_config(wrapper):
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "OptimizerMap"), reason="older versions have no MultiOptimizer")
-def test_a_config_names_no_class_of_one_backend():
+def test_a_config_works_on_each_backend():
     """On PyTorch, Keras has optimizer classes of its own. The config has names that work on other backends, too."""
     several = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), {"kernel": keras.optimizers.SGD()})
     config = LossScaleOptimizer(keras.optimizers.MultiOptimizer(several)).get_config()
@@ -171,7 +172,7 @@ def test_a_config_names_no_class_of_one_backend():
     assert LossScaleOptimizer.from_config(config).get_config() == config
 
 
-def test_a_state_dict_is_the_portable_one():
+def test_a_state_dict_is_portable():
     """Any adapter can load the state dict. Loading it clears the record of the last step."""
     model = _trained(guard=SpikeGuard())
     state = json.loads(json.dumps(model.optimizer.state_dict()))

@@ -29,7 +29,7 @@ def _variables(*shapes, dtype="float32"):
     return [keras.Variable(np.full(shape, 0.5, dtype), dtype=dtype) for shape in shapes or [(3,)]]
 
 
-def test_the_scale_stays_within_bounds_unlike_keras_own():
+def test_the_scale_stays_within_bounds():
     """Keras's own wrapper reaches a scale of 0 after bad batches, and one good step later the weights are NaN."""
     for wrap, ends in (
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), 2.0**15, 1), (0.0, INF)),
@@ -46,7 +46,7 @@ def test_the_scale_stays_within_bounds_unlike_keras_own():
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-def test_a_skipped_step_changes_nothing_but_the_state(bad):
+def test_a_skipped_step_changes_nothing_else(bad):
     """Weights, slots, averages, `iterations` and the accumulated gradients stay bit for bit."""
     inner = keras.optimizers.AdamW(0.1, use_ema=True, ema_overwrite_frequency=2, weight_decay=0.1, clipvalue=0.5)
     optimizer, variables = LossScaleOptimizer(inner, global_clipnorm=1.0), _variables((3,), (2, 2))
@@ -75,7 +75,7 @@ def test_the_scale_within_a_layer():
     assert float(Scaled(dtype="mixed_float16")(keras.ops.ones(()))) == 2.0**16
 
 
-def test_a_step_that_the_inner_optimizer_refuses_is_not_counted():
+def test_a_refused_step_is_not_counted():
     """If the inner optimizer raises an error, the state stays unchanged, and the step can be repeated."""
 
     class Refuses(keras.optimizers.SGD):
@@ -162,7 +162,7 @@ def test_the_parts_of_complex_gradients():
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX has no float64 unless it is switched on")
-def test_the_norm_of_gradients_in_float32_and_float64():
+def test_the_norm_includes_both_dtypes():
     """The norm includes the gradients of both dtypes."""
     variables = [*_variables((1,)), *_variables((1,), dtype="float64")]
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0, global_clipnorm=1.0)
@@ -170,14 +170,14 @@ def test_the_norm_of_gradients_in_float32_and_float64():
     np.testing.assert_allclose([value_of(variable)[0] for variable in variables], [0.5 - 0.6, 0.5 - 0.8], rtol=1e-6)
 
 
-def test_a_step_of_gradients_without_elements_is_applied():
+def test_gradients_without_elements_are_applied():
     """The norm of gradients without elements is 0."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0, global_clipnorm=1.0)
     apply(optimizer, _variables((0, 2), dtype="float16"), [np.zeros((0, 2), np.float32)])
     assert bool(optimizer.last_step.applied)
 
 
-def test_the_norm_to_clip_to_can_be_set():
+def test_global_clipnorm_can_be_set():
     """Steps use the norm that was set. A norm beyond float32 clips nothing, and a negative norm is an error."""
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), 2.0, global_clipnorm=1.0), _variables((1,))
     for norm, after in ((1.0, -0.5), (0.25, -0.75), (None, -4.75), (1e300, -8.75), (INF, -12.75)):
@@ -202,7 +202,7 @@ def test_the_norm_to_clip_to_can_be_set():
         (1.0, {"policy": 2.0**-30}, 2.0**-30, -0.5),
     ],
 )
-def test_large_finite_gradients_are_applied_unless_unscaling_makes_them_infinite(rate, arguments, grad, after):
+def test_large_finite_gradients_are_applied(rate, arguments, grad, after):
     """1e30 is applied although its square overflows. 1e30 divided by 2**-30 is infinite, and the step is skipped."""
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(rate), **arguments), _variables()
     apply(optimizer, variables, [np.full(3, grad, np.float32)])
@@ -210,7 +210,7 @@ def test_large_finite_gradients_are_applied_unless_unscaling_makes_them_infinite
     np.testing.assert_allclose(value_of(variables[0]), 0.5 if after is None else after, rtol=1e-6)
 
 
-def test_a_gradient_that_is_infinite_in_the_dtype_of_its_variable_is_an_overflow():
+def test_a_cast_to_infinity_overflows():
     """A finite gradient overflows if the cast to the dtype of its variable makes it infinite."""
     for dtype, policy, grad in (("float16", "none", np.float32(1e6)), *TOO_WIDE):
         optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy), _variables(dtype=dtype)
@@ -223,7 +223,7 @@ def test_a_gradient_that_is_infinite_in_the_dtype_of_its_variable_is_an_overflow
     assert list(value_of(variables[0])) == [0.0, 0.5, 0.5]
 
 
-def test_an_overwritten_variable_gets_its_gradient_unchanged():
+def test_overwritten_variables_get_their_gradients_unchanged():
     """Keras marks the scales of float8 layers. They are not unscaled and not part of the norm."""
     variables = _variables((3,), (2,))
     variables[1].overwrite_with_gradient = True
@@ -236,7 +236,7 @@ def test_an_overwritten_variable_gets_its_gradient_unchanged():
         assert optimizer.last_step.overflowed
 
 
-def test_a_spike_is_skipped_and_does_not_change_the_scale():
+def test_a_spike_keeps_the_scale():
     """The guard sees the norm before clipping, and its state is in the state dict."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=SpikeGuard(warmup=4), global_clipnorm=1.0)
     variables = _variables()
@@ -254,7 +254,7 @@ def test_a_spike_is_skipped_and_does_not_change_the_scale():
     assert "1 spike" in optimizer.diagnose()
 
 
-def test_a_micro_batch_that_overflows_is_left_out_of_its_window():
+def test_an_overflow_leaves_its_window():
     """The mean contains the finite micro-batches only, and the window gets one more micro-batch."""
     inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2, global_clipnorm=100.0)
     optimizer, variables = LossScaleOptimizer(inner), _variables()
@@ -326,7 +326,7 @@ def test_an_overflow_report_names_the_variable():
 
 @pytest.mark.skipif(BACKEND != "torch", reason="counts what torch copies to the host")
 @pytest.mark.parametrize(("arguments", "reads"), [({}, 1), ({"global_clipnorm": 1.0}, 1), ({"guard": SpikeGuard()}, 2)])
-def test_a_step_on_torch_reads_one_flag(arguments, reads):
+def test_a_torch_step_reads_one_flag(arguments, reads):
     """A step reads one bool, like Keras's wrapper. A guard and an overflow each add one read."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -352,7 +352,7 @@ def test_a_step_on_torch_reads_one_flag(arguments, reads):
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="only JAX has a second method for jit")
-def test_apply_under_jit_names_the_method_to_take():
+def test_apply_under_jit_names_stateless_apply():
     """`apply` would read a flag that has no value under `jit`."""
     import jax
 
@@ -362,7 +362,7 @@ def test_apply_under_jit_names_the_method_to_take():
 
 
 @pytest.mark.filterwarnings("error:scale_loss was not called", "error:get_scaled_loss not called")
-def test_a_step_whose_loss_was_not_scaled():
+def test_an_unscaled_loss_warns_once():
     """The first step of such a loop warns, and later steps do not."""
     optimizer, (variable,) = LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0), _variables()
     optimizer.build([variable])
@@ -377,7 +377,7 @@ def test_a_step_whose_loss_was_not_scaled():
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has them")
-def test_sparse_gradients_are_clipped_like_dense_ones():
+def test_sparse_gradients_clip_like_dense_gradients():
     """Duplicate rows are summed before the norm, and before Adam squares the gradient of an embedding row."""
     import tensorflow as tf
 

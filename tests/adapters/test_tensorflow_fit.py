@@ -66,7 +66,7 @@ def _dtype_policy():
     keras.config.set_dtype_policy("float32")
 
 
-def test_keras_own_wrapper_lets_one_replica_decide():
+def test_keras_wrapper_lets_one_replica_decide():
     """An infinity on the second replica reaches the weights, as the page says."""
     with STRATEGY.scope():
         model = _model(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01)), jit_compile=False)
@@ -133,7 +133,7 @@ def test_every_way_to_run(way, dtype, wrapper):
     _assert_close(model, _fit(clean, inputs[good_rows], targets[good_rows]), atol=1e-6 if dtype == "float32" else 1e-3)
 
 
-def test_an_optimizer_without_a_guard_has_no_guard_state():
+def test_without_a_guard_no_guard_state():
     """There is no guard variable, and no guard entry in the config, the metrics and the state dict."""
     without = _wrapped()
     assert len(LossScaleOptimizer(_bare(), POLICY, guard=SpikeGuard()).variables) == len(without.variables) + 5
@@ -201,7 +201,7 @@ def test_optimizers_of_tf_keras(of):
     _assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_a_lowered_growth_interval_reaches_fit_when_it_is_traced_again():
+def test_a_lowered_growth_interval_reaches_fit():
     """The interval may be below the current count. A warning says that the step must be traced again."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), DynamicScaling(init_scale=4.0, growth_interval=100))
     optimizer.dynamic_growth_steps = 50

@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 
 
 @pytest.mark.parametrize("package", ["keras", "tensorflow"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(package):
+def test_a_missing_package_names_its_command(package):
     """The message names the missing package and the command to run. The original error is chained."""
     command = [sys.executable, "-c", WITHOUT_A_PACKAGE, package]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -35,7 +35,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(package):
     )
 
 
-def test_a_star_import_leaves_the_name_of_keras_alone():
+def test_a_star_import_keeps_keras():
     """`from lossscale_tf import *` imports `LossScaleOptimizer` and `v1`, and does not replace `keras`."""
     names = {"keras": keras}
     exec("from lossscale_tf import *", names)

@@ -69,7 +69,7 @@ def test_scaling_twice_is_an_error():
     assert float(variable) == 1.0
 
 
-def test_values_that_overwrite_a_variable_are_not_gradients():
+def test_overwriting_values_are_not_gradients():
     """Such values, as for float8 scales, are not unscaled, not clipped and not part of the norm."""
     variable, overwritten = keras.Variable([0.0]), keras.Variable([1.0])
     overwritten.overwrite_with_gradient = True
@@ -146,7 +146,7 @@ def test_eager_steps_of_two_threads(of_v1):
 
 
 @pytest.mark.parametrize("of_v1", [False, True])
-def test_two_models_step_at_the_same_time(of_v1):
+def test_two_models_step_at_once(of_v1):
     """An eager step of one model runs while a step of another model waits."""
     wrapper, sgd = (
         (v1.LossScaleOptimizer, tf1.train.GradientDescentOptimizer)

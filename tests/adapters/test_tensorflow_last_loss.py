@@ -286,7 +286,7 @@ def test_any_order_of_calls():
 
 
 @pytest.mark.parametrize("by", ["get_unscaled_gradients", "apply_gradients", "apply"])
-def test_gradients_of_one_compiled_function_that_another_applies(by):
+def test_gradients_between_two_compiled_functions(by):
     """The scale changes between the two functions."""
     two = Two()
     scaled = compiled(lambda: two.scaled(0, 3.0, "get_scaled_loss" if by == "get_unscaled_gradients" else "scale_loss"))
@@ -332,8 +332,9 @@ def test_replicas_with_two_losses():
         two.optimizer.apply([tf.constant(1.0)], two.weights[:1])
 
 
+@pytest.mark.promise(72, 80)
 @EACH_MODE
-def test_promises_072_080_scaling_and_unscaling_exactly_once(mode):
+def test_scaling_and_unscaling_exactly_once(mode):
     """The first step without unscaling is an error, and so is unscaling twice.
 
     These calls change nothing, and the next correct step works. A gradient of an unscaled loss after a scaled loss that
@@ -391,9 +392,10 @@ MISSING = {
 }
 
 
+@pytest.mark.promise(80)
 @EACH_MODE
 @pytest.mark.parametrize(("calls", "make"), MISSING.values(), ids=MISSING)
-def test_promise_080_a_call_that_is_missing(mode, calls, make):
+def test_a_call_that_is_missing(mode, calls, make):
     """If the caller may have scaled or unscaled itself, the step is applied and counted, and the first step warns."""
     two = Two()
     step = make(two, mode)
@@ -404,7 +406,7 @@ def test_promise_080_a_call_that_is_missing(mode, calls, make):
     assert two.optimizer.steps_with_missing_calls == 2
 
 
-def test_the_call_that_scaled_last_decides_in_whatever_order_functions_were_traced():
+def test_the_call_that_scaled_last_decides():
     """`scale_loss` runs in one function, and `get_scaled_loss` in a function that is called in between."""
     two = Two()
     grads = traced(lambda: two.scaled(0, 1.0, "scale_loss"))
@@ -415,7 +417,7 @@ def test_the_call_that_scaled_last_decides_in_whatever_order_functions_were_trac
         evaluate()
 
 
-def test_a_function_that_was_traced_and_has_not_run_yet():
+def test_a_trace_without_a_run():
     """Scaled gradients are divided by the first scale, and unscaled gradients are applied unchanged."""
     two = Two()
     grads = traced(lambda: two.scaled(0, 1.0, "scale_loss"))

@@ -44,7 +44,7 @@ def test_objects_that_cannot_be_wrapped(inner, words):
         ({"init_scale": 8.0}, "does not support arguments: `init_scale`"),
     ],
 )
-def test_arguments_that_do_not_go_together_or_do_not_exist(arguments, words):
+def test_arguments_that_cannot_be_passed(arguments, words):
     """The message contains the values, and what to pass instead."""
     with pytest.raises((ValueError, TypeError), match=words):
         LossScaleOptimizer(**{"inner_optimizer": _sgd(), **arguments})

@@ -32,7 +32,8 @@ def _wrapped(*args, rate=0.25, of=keras.optimizers, **kwargs):
     return LossScaleOptimizer(of.SGD(rate), *args, **kwargs)
 
 
-def test_promises_048_049_050_051_058_075_076_082_083_the_constructor():
+@pytest.mark.promise(48, 49, 50, 51, 58, 75, 76, 82, 83)
+def test_the_constructor():
     """`(optimizer, loss_scale)` by position or name: a number is fixed, and "dynamic" starts at 2**15; or a policy.
 
     Or `(inner_optimizer, dynamic=True, initial_scale=None, dynamic_growth_steps=None)`: dynamic, 2**15, 2000. The loss
@@ -54,8 +55,9 @@ def test_promises_048_049_050_051_058_075_076_082_083_the_constructor():
     assert (loss_scale.dtype, loss_scale.shape, float(loss_scale)) == (tf.float32, (), 8.0)
 
 
+@pytest.mark.promise(52)
 @EACH_MODE
-def test_promise_052_scaling_in_minimize_and_get_gradients(optimizers, mode):
+def test_minimize_and_get_gradients_scale(optimizers, mode):
     """Both scale the loss, and return or apply unscaled gradients."""
     optimizer = _wrapped(4.0, of=optimizers)
     variable = tf.Variable(3.0)
@@ -74,8 +76,9 @@ def test_promise_052_scaling_in_minimize_and_get_gradients(optimizers, mode):
     assert [float(grad) for grad in grads] == [1.0]
 
 
+@pytest.mark.promise(54, 55, 77, 78, 79)
 @pytest.mark.parametrize("make", [lambda inner: LossScaleOptimizer(inner, "dynamic"), LossScaleOptimizer])
-def test_promises_054_055_077_078_079_the_examples(optimizers, make):
+def test_the_examples(optimizers, make):
     """Both documents' examples print 0.5 and 0.25."""
     opt = make(optimizers.SGD(0.25))
     var = tf.Variable(1.0)
@@ -91,9 +94,10 @@ def test_promises_054_055_077_078_079_the_examples(optimizers, make):
     assert var.numpy() == 0.25
 
 
+@pytest.mark.promise(53, 56, 64, 83, 84, 85, 87, 91)
 @EACH_MODE
 @pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
-def test_promises_053_056_064_083_084_085_087_091_the_rule(optimizers, mode, bad):
+def test_the_rule(optimizers, mode, bad):
     """The scale doubles after N finite steps. A bad element resets the count, skips the step and halves the scale.
 
     A skipped step does not change variables or slots. `iterations` counts applied steps, also of `minimize`.
@@ -122,9 +126,10 @@ def test_promises_053_056_064_083_084_085_087_091_the_rule(optimizers, mode, bad
     assert float(optimizer.loss_scale) == 8.0
 
 
+@pytest.mark.promise(90)
 @EACH_MODE
 @pytest.mark.parametrize("with_tape", [False, True])
-def test_promise_090_compute_gradients(optimizers, mode, with_tape):
+def test_compute_gradients(optimizers, mode, with_tape):
     """It scales the loss and unscales the gradients, like tf_keras's wrapper. Changed gradients may be applied."""
     optimizer, variable = _wrapped(8.0, rate=1.0, of=optimizers), tf.Variable([1.0, 2.0])
     optimizer.build([variable])
@@ -145,7 +150,8 @@ def test_promise_090_compute_gradients(optimizers, mode, with_tape):
     assert optimizer.steps_with_missing_calls == 0
 
 
-def test_promise_090_methods_of_each_generation():
+@pytest.mark.promise(90)
+def test_methods_of_each_generation():
     """The wrapper has the other methods of its inner optimizer. Around a Keras 3 optimizer they do not exist."""
     variable = tf.Variable(1.0)
     legacy = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0, clipnorm=10.0), 8.0)
@@ -164,7 +170,8 @@ def test_promise_090_methods_of_each_generation():
     assert of_keras_3.inner_optimizer._exclude_from_weight_decay_pattern.pattern == "bias"
 
 
-def test_promises_059_060_073_090_weights_and_slots(optimizers):
+@pytest.mark.promise(59, 60, 73, 90)
+def test_weights_and_slots(optimizers):
     """The wrapper has the inner optimizer's weights, in the order of their creation, and its slots.
 
     Slots are found by name and variable, even if variables have the same name, or the name of one begins with the name
@@ -192,10 +199,11 @@ def test_promises_059_060_073_090_weights_and_slots(optimizers):
     assert mine.numpy().tolist() == [2.0]
 
 
+@pytest.mark.promise(61, 62, 63)
 @pytest.mark.parametrize(
     "own_sum", [{}, {"experimental_aggregate_gradients": False}, {"skip_gradients_aggregation": True}], ids=str
 )
-def test_promises_061_062_063_over_replicas(optimizers, own_sum):
+def test_over_replicas(optimizers, own_sum):
     """Gradients are summed once over replicas, then checked. An overflow on one replica skips the step on all."""
     with STRATEGY.scope():
         variable, optimizer = tf.Variable(1.0), _wrapped(DynamicScaling(init_scale=8.0), rate=1.0, of=optimizers)
@@ -220,6 +228,7 @@ def test_promises_061_062_063_over_replicas(optimizers, own_sum):
 MALFORMED = [3, None, [3], [(tf.constant(1.0), tf.constant(1.0))]]
 
 
+@pytest.mark.promise(65, 66)
 @pytest.mark.parametrize(
     ("error", "words", "pairs"),
     [
@@ -227,7 +236,7 @@ MALFORMED = [3, None, [3], [(tf.constant(1.0), tf.constant(1.0))]]
         *((ValueError, "has a gradient", pairs) for pairs in ([], [(None, tf.Variable(1.0))])),
     ],
 )
-def test_promises_065_066_malformed_pairs(error, words, pairs):
+def test_malformed_pairs(error, words, pairs):
     """They are a `TypeError`. A list without any gradient is a `ValueError`."""
     with pytest.raises(error, match=words):
         _wrapped().apply_gradients(pairs)
@@ -255,8 +264,9 @@ OLD_CONFIGS = {
 }
 
 
+@pytest.mark.promise(68)
 @pytest.mark.parametrize("name", OLD_CONFIGS)
-def test_promise_068_configs_of_the_originals(name):
+def test_configs_of_the_originals(name):
     """Configs of all three generations work, with an optimizer of Keras or of the user."""
     inner_name = "optimizer" if "experimental" in name else "inner_optimizer"
     for inner_class in (keras.optimizers.SGD, Custom):
@@ -269,14 +279,15 @@ def test_promise_068_configs_of_the_originals(name):
 
 
 @pytest.mark.parametrize("setting", ["decay", "is_legacy_optimizer"])
-def test_an_old_config_of_a_tf_keras_optimizer(setting):
+def test_old_configs_of_tf_keras(setting):
     """It has no module. A setting that Keras 3's optimizers do not have identifies it."""
     inner = {"class_name": "SGD", "config": {"learning_rate": 0.5, setting: False}}
     optimizer = LossScaleOptimizer.from_config({"inner_optimizer": inner, **OLD_CONFIGS["tf.keras 2.4, dynamic"]})
     assert isinstance(optimizer.inner_optimizer, (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer))
 
 
-def test_promises_069_070_get_gradients():
+@pytest.mark.promise(69, 70)
+def test_get_gradients():
     """A tensor in a graph is differentiated. A loss without a gradient is a `ValueError`."""
     optimizer = _wrapped(4.0)
     variable, other = tf.Variable(3.0), tf.Variable(1.0)
@@ -289,8 +300,9 @@ def test_promises_069_070_get_gradients():
         tf.function(lambda: optimizer.get_gradients(variable**2, [other]), autograph=False)()
 
 
+@pytest.mark.promise(71, 74)
 @EACH_MODE
-def test_promises_071_074_losses_and_gradients_keep_their_kind(mode):
+def test_losses_and_gradients_keep_their_kind(mode):
     """A tensor gives a tensor, and a callable a callable. float16 becomes float32. None and `IndexedSlices` stay."""
     optimizer = _wrapped(4.0)
     assert float(mode(lambda: optimizer.get_scaled_loss(tf.constant(2.0)))()) == 8.0
@@ -313,7 +325,8 @@ def test_grad_loss_of_a_half_loss(mode, half, optimizers):
     assert variable.numpy().tolist() == [-2.0, -28.0]
 
 
-def test_promises_081_086_091_fixed():
+@pytest.mark.promise(81, 86, 91)
+def test_fixed():
     """`dynamic=False` requires `initial_scale` and rejects growth steps. The scale is fixed; overflows are skipped."""
     optimizer, variable = _wrapped(dynamic=False, initial_scale=4.0), tf.Variable(1.0)
     optimizer.minimize(lambda: variable * INF, variable)
@@ -323,8 +336,9 @@ def test_promises_081_086_091_fixed():
             _wrapped(dynamic=False, **wrong)
 
 
+@pytest.mark.promise(88, 89)
 @pytest.mark.parametrize(("limit", "at_the_start"), [(2.0**13, 2), (1.0, 15)])
-def test_promises_088_089_how_many_steps_are_skipped(limit, at_the_start):
+def test_how_many_steps_are_skipped(limit, at_the_start):
     """2 to 15 steps at the start; then one step in N + 1, if each growth overflows."""
     growth_steps = 10
     optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(0.0), True, None, growth_steps), tf.Variable(1.0)
@@ -343,7 +357,8 @@ def test_promises_088_089_how_many_steps_are_skipped(limit, at_the_start):
     assert skipped[-1] == at_the_start + 8
 
 
-def test_promises_057_092_093_094_095_096_097_098_099_hyperparameters(optimizers):
+@pytest.mark.promise(57, 92, 93, 94, 95, 96, 97, 98, 99)
+def test_hyperparameters(optimizers):
     """`learning_rate`, `lr` and `beta_1` are read and set on the inner optimizer. Setting `epsilon` warns."""
     opt = LossScaleOptimizer(optimizers.Adam(0.25, beta_1=0.8, epsilon=0.5))
     assert float(opt.learning_rate) == float(opt.lr) == 0.25

@@ -68,7 +68,8 @@ def _sgd(*args, rate=0.25, **kwargs):
     return v1.LossScaleOptimizer(tf1.train.GradientDescentOptimizer(rate), *args, **kwargs)
 
 
-def test_promises_001_002_003_005_008_014_018_019_031_041_any_optimizer_any_strategy(world):
+@pytest.mark.promise(1, 2, 3, 5, 8, 14, 18, 19, 31, 41)
+def test_any_optimizer_any_strategy(world):
     """The loss is multiplied by the scale, and the gradients are divided and applied."""
     seen = []
 
@@ -87,8 +88,9 @@ def test_promises_001_002_003_005_008_014_018_019_031_041_any_optimizer_any_stra
     assert world.value(variable) == 2.75
 
 
+@pytest.mark.promise(4, 6, 15)
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32, tf.float64])
-def test_promises_004_006_015_dtypes(world, dtype):
+def test_dtypes(world, dtype):
     """A gradient has the dtype of its variable and was unscaled in float32, whatever the dtype of the loss is."""
     variable = tf.Variable([1.0, 2.0], dtype=dtype)
     optimizer = _sgd(2.0**15, rate=1.0)
@@ -110,7 +112,8 @@ def test_a_scale_below_1(world, dtype, size, is_applied):
     assert world.value(variable) == -4.0 * size * is_applied
 
 
-def test_promises_007_009_013_047_the_documents_example(world):
+@pytest.mark.promise(7, 9, 13, 47)
+def test_the_documents_example(world):
     """`FixedLossScaleManager(5000)` and Adam. Gradients may be clipped between the calls, and come from an iterator."""
     variable, clipped = tf.Variable(1.0), tf.Variable([3.0, 4.0])
     optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), v1.FixedLossScaleManager(5000))
@@ -129,7 +132,8 @@ def test_promises_007_009_013_047_the_documents_example(world):
     np.testing.assert_allclose(world.value(clipped), [2.4, 3.2], rtol=1e-6)
 
 
-def test_promise_010_gradients_from_elsewhere(world):
+@pytest.mark.promise(10)
+def test_gradients_from_elsewhere(world):
     """One warning says that their loss was not scaled, unless other gradients come from `compute_gradients`."""
     variable = tf.Variable(1.0)
     foreign, own = _sgd(8.0), _sgd(8.0)
@@ -140,7 +144,8 @@ def test_promise_010_gradients_from_elsewhere(world):
     own.apply_gradients([(tf.constant(1.0), variable)])
 
 
-def test_promise_011_underflow_is_prevented(world):
+@pytest.mark.promise(11)
+def test_underflow_is_prevented(world):
     """In the document's setting, the gradient is 0 without scaling and 1e-4 with scaling."""
     variable = tf.Variable(1.0)
 
@@ -156,7 +161,8 @@ def test_promise_011_underflow_is_prevented(world):
     np.testing.assert_allclose(world.value(scaled[0][0]), 1e-4, rtol=1e-2)
 
 
-def test_promises_012_037_038_039_040_045_it_is_an_optimizer(world):
+@pytest.mark.promise(12, 37, 38, 39, 40, 45)
+def test_it_is_an_optimizer(world):
     """The name, the slots and the variables come from the wrapped optimizer."""
     variable = tf.Variable(1.0)
     inner = tf1.train.MomentumOptimizer(0.1, 0.9)
@@ -183,7 +189,8 @@ class Manager:
         """Change variables."""
 
 
-def test_promises_016_017_029_what_a_loss_scale_may_be():
+@pytest.mark.promise(16, 17, 29)
+def test_what_a_loss_scale_may_be():
     """A number, "dynamic" or a policy, by position or by either name. None and other values are errors."""
     assert _sgd(8).policy == FixedScaling(8.0)
     assert _sgd("dynamic").policy == v1.DynamicLossScale()
@@ -208,7 +215,8 @@ def test_promises_016_017_029_what_a_loss_scale_may_be():
             v1.LossScaleOptimizer(opt, 8.0)
 
 
-def test_promises_020_021_use_locking_and_name():
+@pytest.mark.promise(20, 21)
+def test_use_locking_and_name():
     """Both are accepted. A malformed name is a `ValueError`."""
     optimizer = _sgd(8.0, use_locking=True, name="scaled")
     assert optimizer._use_locking is True
@@ -219,9 +227,10 @@ def test_promises_020_021_use_locking_and_name():
     assert _sgd(8.0, name="a/b.c-d>e_1").get_name() == "a/b.c-d>e_1"
 
 
+@pytest.mark.promise(1, 22, 23, 24, 25, 42)
 @pytest.mark.parametrize("make", OPTIMIZERS_OF_V1)
 @pytest.mark.parametrize(("loss_scale", "bad", "after"), [(8.0, INF, 8.0), ("dynamic", float("nan"), 2.0**14)])
-def test_promises_001_022_023_024_025_042_an_overflow_skips(world, make, loss_scale, bad, after):
+def test_an_overflow_skips(world, make, loss_scale, bad, after):
     """An overflow changes no bit of any optimizer, even with a fixed scale, and `global_step` does not count it."""
     (variable, expected), factor = (tf.Variable([1.0, 2.0]) for _ in range(2)), tf.Variable(1.0)
     global_step, optimizer, bare = tf.Variable(0), v1.LossScaleOptimizer(make(0.1), loss_scale), make(0.1)
@@ -246,7 +255,8 @@ def test_promises_001_022_023_024_025_042_an_overflow_skips(world, make, loss_sc
     assert all(world.value(ours).tobytes() == world.value(theirs).tobytes() for ours, theirs in pairs)
 
 
-def test_promises_026_027_the_operation():
+@pytest.mark.promise(26, 27)
+def test_the_operation():
     """A graph returns an operation with the name of the argument, or with a default name. Eager code returns None."""
     with tf.Graph().as_default():
         variable = tf1.Variable(1.0)
@@ -258,7 +268,8 @@ def test_promises_026_027_the_operation():
     assert _sgd(8.0).minimize(lambda: variable * 2.0, var_list=[variable]) is None
 
 
-def test_promise_028_cross_replica_context():
+@pytest.mark.promise(28)
+def test_cross_replica_context():
     """A `RuntimeError` says what to do."""
     with STRATEGY.scope():
         variable = tf.Variable(1.0)
@@ -269,7 +280,7 @@ def test_promise_028_cross_replica_context():
 
 @EACH_MODE
 @pytest.mark.filterwarnings("ignore:these gradients cannot come")  # they are made up here
-def test_halves_that_are_infinite_only_as_a_sum_over_replicas(mode):
+def test_halves_that_overflow_when_summed(mode):
     """Each replica's gradient fits into float16, but their sum does not. This step is skipped, the next applied."""
     with STRATEGY.scope():
         variable = tf.Variable(np.float16(1.0))
@@ -295,7 +306,8 @@ class Recording(tf1.train.GradientDescentOptimizer):
         return super().compute_gradients(loss, *args)
 
 
-def test_promises_030_034_035_042_046_arguments_are_handed_on():
+@pytest.mark.promise(30, 34, 35, 42, 46)
+def test_arguments_are_handed_on():
     """All arguments and defaults reach the wrapped optimizer, also by `minimize`. Gates are 0, 1 or 2."""
     with tf.Graph().as_default():
         variable, global_step = tf1.Variable([1.0, 2.0]), tf1.train.get_or_create_global_step()
@@ -310,8 +322,9 @@ def test_promises_030_034_035_042_046_arguments_are_handed_on():
             optimizer.compute_gradients(variable * 3.0, [variable], gate_gradients=3)
 
 
+@pytest.mark.promise(35)
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32])
-def test_promise_035_grad_loss(dtype):
+def test_grad_loss(dtype):
     """`grad_loss` has the dtype of the loss, although the scaled loss is float32 or wider."""
     with tf.Graph().as_default(), tf1.Session() as session:
         variable = tf1.get_variable("variable", initializer=[1.0, 2.0])
@@ -321,7 +334,8 @@ def test_promise_035_grad_loss(dtype):
         assert session.run(grad).tolist() == [3.0, 30.0]
 
 
-def test_promises_032_044_eagerly_a_callable():
+@pytest.mark.promise(32, 44)
+def test_eagerly_a_callable():
     """A tensor is an error. By default the loss selects the variables. Four arguments for graphs have no effect."""
     variable = tf.Variable([2.0, 3.0])
     with pytest.raises(RuntimeError, match="should be a function"):
@@ -333,7 +347,8 @@ def test_promises_032_044_eagerly_a_callable():
         assert grad.numpy().tolist() == [4.0, 6.0]
 
 
-def test_promise_033_trainable_variables_by_default():
+@pytest.mark.promise(33)
+def test_trainable_variables_by_default():
     """The variables of the loss scale are not among them."""
     with tf.Graph().as_default():
         variables = [tf1.Variable(1.0), tf1.Variable(2.0)]
@@ -343,8 +358,9 @@ def test_promise_033_trainable_variables_by_default():
             _sgd("dynamic").compute_gradients(variables[0] * variables[1], var_list=[])
 
 
+@pytest.mark.promise(36)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_promise_036_none_and_sparse(world, dtype):
+def test_none_and_sparse(world, dtype):
     """A gradient may be None. `IndexedSlices` stay sparse, in the dtype of their variable. Both can be applied."""
     table, unused = tf.Variable([[1.0], [2.0], [3.0]], dtype=dtype), tf.Variable(1.0)
     optimizer = _sgd(8.0, rate=1.0)
@@ -357,8 +373,9 @@ def test_promise_036_none_and_sparse(world, dtype):
     assert world.value(table).tolist() == [[1.0], [0.0], [3.0]]
 
 
+@pytest.mark.promise(43)
 @pytest.mark.filterwarnings("ignore:these gradients")
-def test_promise_043_values_that_are_not_variables(world):
+def test_values_that_are_not_variables(world):
     """A value that is not a variable is a `ValueError`, like a list without gradients. No list is a `TypeError`."""
     optimizer = _sgd(8.0)
     with pytest.raises(ValueError, match=r"is not a tf\.Variable"):
@@ -373,7 +390,7 @@ def test_promise_043_values_that_are_not_variables(world):
 
 
 @pytest.mark.parametrize("branch", [False, True])
-def test_several_steps_in_one_run_of_a_session_all_count(branch):
+def test_steps_of_one_session_run_count(branch):
     """All steps count, even if a session runs their updates in any order or at the same time, or in branches."""
     with tf.Graph().as_default(), tf1.Session() as session:
         variable = tf1.get_variable("variable", initializer=[1.0, 2.0])
@@ -394,7 +411,7 @@ def test_several_steps_in_one_run_of_a_session_all_count(branch):
 
 
 @pytest.mark.parametrize("kind", ["GradientDescentOptimizer", "AdamOptimizer"])
-def test_a_session_follows_the_policy_and_a_saved_graph_continues(kind, tmp_path, caplog):
+def test_a_saved_graph_continues_its_policy(kind, tmp_path, caplog):
     """The scale follows the policy over random overflows, also in an imported graph with restored variables.
 
     `TRAIN_OP` contains the whole step, and slots have the names that the wrapped optimizer gives them.

@@ -47,7 +47,7 @@ def test_eager_steps_are_logged(make, caplog):
 
 
 @pytest.mark.parametrize("make", [_keras, _v1])
-def test_a_loaded_state_is_logged_as_another_run(make, caplog):
+def test_a_loaded_state_is_another_run(make, caplog):
     """Events that the optimizer logged before do not hide events of the loaded run."""
     optimizer, other = make(), make()
     _run(other, [NAN] * 31)
@@ -62,7 +62,7 @@ def test_a_loaded_state_is_logged_as_another_run(make, caplog):
     ("callbacks", "events"),
     [((), [("stuck at min_scale", 40)]), ((LossScaleLogger,), [("bad_loss", None), ("stuck at min_scale", 20)])],
 )
-def test_fit_logs_at_its_end_and_with_the_logger_after_each_epoch(callbacks, events, caplog):
+def test_fit_logs_after_each_epoch(callbacks, events, caplog):
     """Compiled steps stay on the device, so that nothing is logged before the state is read."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(_keras(), "mse", jit_compile=False)
@@ -73,7 +73,7 @@ def test_fit_logs_at_its_end_and_with_the_logger_after_each_epoch(callbacks, eve
 
 @pytest.mark.parametrize("make", [_keras, _v1])
 @pytest.mark.parametrize("read", ["state_dict", "diagnose", "check_limits"])
-def test_reading_the_state_of_compiled_steps_logs_events(make, read, caplog):
+def test_reading_compiled_state_logs_events(make, read, caplog):
     """`metrics` logs nothing, because it does not wait for the device."""
     optimizer, weight = make(), tf.Variable(1.0)
 
