@@ -1,12 +1,13 @@
-"""A process that imports torch once, and forks for each run of the command.
+"""A process that imports torch once, and forks for each run of the command, or of a script without the command.
 
-Each line of stdin is a request in JSON: the arguments of the command, its folder and environment, and the files for its
-output. The answer is a line with the exit status, negative for a signal, as `subprocess` has it.
+Each line of stdin is a request in JSON: the arguments, whether they are of the command, the folder and environment, and
+the files for the output. The answer is a line with the exit status, negative for a signal, as `subprocess` has it.
 """
 
 import gc
 import json
 import os
+import runpy
 import sys
 
 import torch._dynamo  # noqa: F401  # optimizers import it
@@ -30,5 +31,9 @@ os.environ.clear()
 os.environ.update(request["environment"])
 for descriptor, path in enumerate([os.devnull, request["out"], request["err"]]):
     os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
-sys.argv[1:] = request["arguments"]
-main()
+if request["is_command"]:
+    sys.argv[1:] = ["run", *request["arguments"]]
+    main()
+else:
+    sys.argv = request["arguments"]
+    runpy.run_path(sys.argv[0], run_name="__main__")

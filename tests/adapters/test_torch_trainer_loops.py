@@ -1,4 +1,4 @@
-"""The loops of docs/trainers.md for several ranks, on gloo; those of trainers beside loops with torch's scaler."""
+"""The recipes of docs/trainers.md for several ranks, on gloo, beside loops with torch's scaler."""
 
 import itertools
 import sys
@@ -13,28 +13,24 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.adapters.pages import code_of
 from tests.adapters.test_torch_distributed import _local, _on_ranks
 from tests.adapters.test_torch_odd_optimizers import _Container
+from tests.adapters.torch_programs import bits, loss_fn, run_recipe
 from tests.torch_versions import needs_fsdp2_on_cpu
 
-PAGE = "docs/trainers.md"
 STEPS = 8
 CULPRITS = {2: 1, 5: 0}
 """The rank on which gradients overflow, by step."""
 SETTINGS = {"device": "cpu", "init_scale": 2.0**10, "growth_interval": 2}
 
 
-def _run(source, **names):
-    """Run a recipe on a CPU, with a scale that grows soon; return all names."""
-    source = source.replace('"cuda"', "").replace("GradScaler(", "GradScaler(**SETTINGS, ").replace(", )", ")")
-    names["SETTINGS"] = SETTINGS
-    exec(compile(source, PAGE, "exec"), names)
-    return names
+def _run(heading, replaced, before=False, **names):
+    """Run a recipe with the settings of this file; return all names."""
+    return run_recipe(heading, {"SETTINGS": SETTINGS, "loss_fn": loss_fn, **names}, replaced, before=before)
 
 
 def _data(rank):
-    """Return two micro-batches for each step, other ones on each rank."""
+    """Return two micro-batches for each step, which differ between ranks."""
     generator = torch.Generator().manual_seed(rank)
     data = [[torch.randn(4, 8, generator=generator) for _ in range(2)] for _ in range(STEPS)]
     for step, culprit in CULPRITS.items():
@@ -42,15 +38,11 @@ def _data(rank):
     return data
 
 
-def _loss_fn(outputs, targets):
-    return (outputs.float() - targets).square().mean()
-
-
 # --- nanochat
 
 
 class _ReducesInside(torch.optim.SGD):
-    """Averages the gradients of all ranks in its step."""
+    """An optimizer that averages the gradients of all ranks in its step."""
 
     def step(self):
         """Average, then step."""
@@ -61,23 +53,24 @@ class _ReducesInside(torch.optim.SGD):
 
 class _ModelWithLoss(torch.nn.Linear):
     def forward(self, x, y):
-        return _loss_fn(super().forward(x), y)
+        return loss_fn(super().forward(x), y)
 
 
 def _nanochat(rank, world_size):
-    def run(source, kind=_ReducesInside):
+    def run(scaler, settings, kind=_ReducesInside, before=False):
         torch.manual_seed(0)
         model = _ModelWithLoss(8, 1)
-        names = {"model": model, "optimizer": kind(model.parameters(), lr=0.1), "x": None, "y": torch.ones(4, 1)}
+        names = {"model": model, "optimizer": kind(model.parameters(), lr=0.1), "y": torch.ones(4, 1)}
         names["x"], *others = itertools.chain(*_data(rank), [None])
-        names["train_loader"] = ((x, names["y"], {}) for x in others)
-        scaler = _run(source, torch=torch, dist=dist, num_iterations=STEPS, grad_accum_steps=2, **names)["scaler"]
-        return scaler, [scaler.get_scale(), model.weight.tolist(), model.bias.tolist()]
+        names |= {"train_loader": ((x, names["y"], {}) for x in others), "num_iterations": STEPS, "grad_accum_steps": 2}
+        scaler = _run("nanochat", {scaler: f"GradScaler(**SETTINGS{settings})"}, before, **names)["scaler"]
+        return scaler, bits(scaler.get_scale(), model.state_dict())
 
-    scaler, ours = run(code_of(PAGE, "nanochat"))
-    assert ours == run(code_of(PAGE, "nanochat", before=True))[1]
+    group = "process_group=dist.group.WORLD"
+    scaler, ours = run(f"GradScaler({group})", f", {group}")
+    assert ours == run("GradScaler()", "", before=True)[1]
     assert scaler.metrics()["skipped_steps"] == len(CULPRITS)
-    alone, _ = run(code_of(PAGE, "nanochat").replace("process_group=dist.group.WORLD", ""), torch.optim.SGD)
+    alone, _ = run(f"GradScaler({group})", "", torch.optim.SGD)
     assert alone.metrics()["skipped_steps"] == 1  # by another step on each rank, so they part, or wait for each other
 
 
@@ -123,25 +116,29 @@ def _parts_of(layout):
     return model, _Container([torch.optim.AdamW(part.parameters(), lr=0.01, fused=True) for part in parts])
 
 
+def _backward(scaler, model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    for micro_batch in micro_batches:
+        scaler.scale(loss_fn(model(micro_batch)) / 2).backward()
+
+
 def _as_torch(model, optimizer, schedule, max_norm, data):
     """Train by torch's scaler and functions; by the norm of all gradients, all ranks and optimizers step or none."""
     scaler, params = torch.amp.GradScaler(**SETTINGS), [*model.parameters()]
     for micro_batches in data:
-        optimizer.zero_grad()
-        for micro_batch in micro_batches:
-            scaler.scale(_loss_fn(model(micro_batch), 1.0) / 2).backward()
-        for each in optimizer.optimizers:
-            scaler.unscale_(each)
+        _backward(scaler, model, optimizer, micro_batches)
+        for inner in optimizer.optimizers:
+            scaler.unscale_(inner)
         if isinstance(model, FullyShardedDataParallel):
             norm = model.clip_grad_norm_(max_norm)
         else:
             norm = torch.nn.utils.get_total_norm([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in params])
             for param in params:
                 torch.nn.utils.clip_grads_with_norm_([param], max_norm, norm)
-        for each in optimizer.optimizers:
-            for flag in scaler._found_inf_per_device(each).values():
+        for inner in optimizer.optimizers:
+            for flag in scaler._found_inf_per_device(inner).values():
                 flag.copy_(~norm.isfinite())
-            scaler.step(each)
+            scaler.step(inner)
         scaler.update()
         if norm.isfinite():
             schedule.step()
@@ -149,10 +146,10 @@ def _as_torch(model, optimizer, schedule, max_norm, data):
 
 
 def _torchtitan(model, optimizer, schedule, max_norm, data):
-    source = code_of(PAGE, "torchtitan, FSDP2").replace("max_norm=1.0", f"max_norm={max_norm}")
+    replaced = {"max_norm=1.0": f"max_norm={max_norm}", 'GradScaler("cuda")': "GradScaler(**SETTINGS)"}
     data = [[(micro_batch, 1.0) for micro_batch in micro_batches] for micro_batches in data]
     names = {"model": model, "optimizers": optimizer, "lr_schedulers": schedule, "data": data}
-    return _run(source, loss_fn=_loss_fn, **names)["scaler"]
+    return _run("torchtitan, FSDP2", replaced, **names)["scaler"]
 
 
 class _FSDPEngine(SimpleNamespace):
@@ -163,16 +160,13 @@ class _FSDPEngine(SimpleNamespace):
 def _verl(model, optimizer, schedule, max_norm, data):
     registry = SimpleNamespace(register=lambda model_type, backends, vendor: lambda engine: engine)
     sys.modules["verl.workers.engine"] = SimpleNamespace(EngineRegistry=registry, FSDPEngineWithLMHead=_FSDPEngine)
-    config, state = SimpleNamespace(clip_grad=max_norm), None
-    engine = _run(code_of(PAGE, "verl").replace("growth_interval=400, ", ""))["Float16Engine"](optimizer_config=config)
-    engine.optimizer = optimizer
+    kind = _run("verl", {"GradScaler(growth_interval=400": "GradScaler(**SETTINGS"})["Float16Engine"]
+    engine, state = kind(optimizer_config=SimpleNamespace(clip_grad=max_norm), optimizer=optimizer), None
     for micro_batches in data:
         engine._build_fsdp_module(model)
         if state is not None:  # each step continues from a checkpoint
             engine.scaler.load_state_dict(state)
-        optimizer.zero_grad()
-        for micro_batch in micro_batches:
-            engine.scaler.scale(_loss_fn(model(micro_batch), 1.0) / 2).backward()
+        _backward(engine.scaler, model, optimizer, micro_batches)
         engine.optimizer_step()
         if engine.scaler.last_step.applied:
             schedule.step()
@@ -182,13 +176,13 @@ def _verl(model, optimizer, schedule, max_norm, data):
 
 def _compare(rank, world_size, recipe, layout):
     for max_norm, tolerance in ((1e6, 0.0), (0.1, 1e-5)):
-        found = []
+        outcomes = []
         for train in (recipe, _as_torch):
             model, optimizer = _parts_of(layout)
             schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizers[0], 1, 0.9)
             scaler = train(model, optimizer, schedule, max_norm, _data(rank))
-            found.append([*_local(model), torch.tensor([scaler.get_scale(), schedule.last_epoch])])
-        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+            outcomes.append([*_local(model), torch.tensor([scaler.get_scale(), schedule.last_epoch])])
+        torch.testing.assert_close(*outcomes, rtol=tolerance, atol=tolerance)
         assert schedule.last_epoch == STEPS - len(CULPRITS) - (layout == "experts")
 
 
@@ -209,25 +203,15 @@ def _pipeline(rank, world_size):
     """Train two stages from a scale that is far too large: both skip the same steps, and the loss falls."""
     torch.manual_seed(0)
     parts = [torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()), torch.nn.Linear(8, 1)]
-    inputs = torch.randn(8, 4)
-    targets, losses = inputs.sum(1, keepdim=True), []
-
-    def loss_fn(outputs, targets):
-        losses.append(torch.nn.functional.mse_loss(outputs.float(), targets))
-        return losses[-1]
-
-    names = {
-        **{"device": torch.device("cpu"), "rank": rank, "world_size": world_size, "part_of_model": parts[rank]},
-        **{"optimizer": torch.optim.SGD(parts[rank].parameters(), lr=0.05), "data": [(inputs, targets)] * 100},
-        "loss_fn": loss_fn,
-    }
-    before = [each.detach().clone() for each in parts[rank].parameters()]
-    source = code_of(PAGE, "Pipeline parallelism").replace("WORLD)", "WORLD, init_scale=2.0**30)")
-    exec(compile(source, PAGE, "exec"), names)
-    scaler = names["scaler"]
+    part, inputs, losses = parts[rank], torch.randn(8, 4), []
+    names = {"device": torch.device("cpu"), "rank": rank, "world_size": world_size, "part_of_model": part}
+    names |= {"optimizer": torch.optim.SGD(part.parameters(), lr=0.05), "data": [(inputs, inputs.sum(1, True))] * 100}
+    names["loss_fn"] = lambda outputs, targets: losses.append(loss_fn(outputs, targets)) or losses[-1]
+    before = [param.detach().clone() for param in part.parameters()]
+    scaler = run_recipe("Pipeline parallelism", names, {"WORLD)": "WORLD, init_scale=2.0**30)"})["scaler"]
     scaler.check_sync()
     assert 5 < scaler.metrics()["skipped_steps"] < 40
-    assert not any(torch.equal(a, b) for a, b in zip(before, parts[rank].parameters(), strict=True))
+    assert not any(map(torch.equal, before, part.parameters()))
     if rank == 1:
         # Two micro-batches each; before them, the schedule has called it once on memory that holds anything.
         assert sum(losses[-2:]) < 0.5 * sum(losses[1:3])
@@ -235,27 +219,25 @@ def _pipeline(rank, world_size):
 
 def _averages(rank, world_size):
     """Average gradients that are finite everywhere; the sum of their undivided values is not."""
-    names = {}
-    exec(compile(code_of(PAGE, "Finite here, infinite in the sum"), PAGE, "exec"), names)
-    average = names["average"]
+    average = run_recipe("Finite here, infinite in the sum", {})["average"]
     large, small = (torch.nn.Parameter(torch.zeros(3, dtype=torch.float16)) for _ in range(2))
     large.grad, small.grad = torch.full_like(large, 6e4), torch.full_like(small, 1.0 + rank)
     undivided = large.grad.clone()
     dist.all_reduce(undivided)
     assert undivided.isinf().all()
-    assert [bool(each) for each in average([large, small])] == [True, True]
+    assert [bool(flag) for flag in average([large, small])] == [True, True]
     assert large.grad.tolist() == [torch.tensor(6e4).half().item()] * 3
     assert small.grad.tolist() == [1.5] * 3
     if rank == 0:
         large.grad[0] = torch.inf
-    assert [bool(each) for each in average([large])] == [False, False]
+    assert [bool(flag) for flag in average([large])] == [False, False]
 
 
 def test_a_pipeline_skips_on_all_stages():
-    """A stage that never scales a loss follows the last one."""
+    """A stage that never scales a loss skips the steps of the last stage."""
     _on_ranks(2, _pipeline)
 
 
-def test_an_average_in_float16_does_not_overflow_in_the_sum():
-    """And the two flags say where an overflow came from."""
+def test_an_average_in_float16_stays_finite():
+    """The sum of float16 gradients over the ranks does not overflow; two flags say where an overflow came from."""
     _on_ranks(2, _averages)

@@ -1,0 +1,306 @@
+"""The recipes of docs/trainers.md for trainers of other packages, with the real packages, and their resumed runs."""
+
+import math
+import shutil
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.pytorch import LightningModule
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from lossscale_core import DynamicScaling, SpikeGuard
+from lossscale_core.errors import CallOrderError
+from lossscale_torch import GradScaler
+from tests.adapters.torch_programs import (
+    OVERFLOWS,
+    Model,
+    bits,
+    data_of,
+    in_float16,
+    loss_fn,
+    optimizer_of,
+    run_recipe,
+    source_of,
+)
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("new_accelerator")]
+EITHER_KIND = pytest.mark.parametrize("fused", [False, True])
+POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=2, hysteresis=2)
+NAMES = {"POLICY": POLICY, "SpikeGuard": SpikeGuard}
+RESUMABLE = {'policy="dynamic"': "policy=POLICY, guard=SpikeGuard(warmup=2)"}
+BAD = {1: math.inf, 5: 1000.0, 9: math.nan, 13: 1000.0}
+"""The factors of the gradients in four of 16 steps; a run is stopped after eight steps."""
+
+
+# --- transformers and TRL
+
+
+class _Logger(TrainerCallback):
+    """A logger that keeps the counts of skipped steps, as the callback of TensorBoard does."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        """Keep the count."""
+        self.counts.append(logs.get("skipped_steps"))
+
+
+def _arguments(folder, guards, kind=TrainingArguments, **settings):
+    return kind(
+        output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=1, use_cpu=True, report_to=[],
+        logging_steps=1, disable_tqdm=True, seed=0, learning_rate=0.1, bf16=guards,
+        **{"save_strategy": "no", "max_grad_norm": 1.0 - guards, **settings},
+    )  # fmt: skip
+
+
+def _run_trainer(guards, replaced, **names):
+    heading = "Hugging Face Trainer, TRL" + (", in bfloat16" if guards else "")
+    return run_recipe(heading, {**NAMES, **names}, replaced)["trainer"]
+
+
+def _rows(steps):
+    """Return single rows of data by name, as transformers' collator takes them."""
+    return [{"inputs": x, "labels": y} for batch in data_of(steps) for x, y in zip(*batch, strict=True)]
+
+
+def _small_language_model():
+    """Return a language model of five words, and its tokenizer, made without a download."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(("<pad>", "<eos>", "a", "b", "c"))}, "<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    config = LlamaConfig(
+        vocab_size=5, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), tokenizer
+
+
+@pytest.mark.parametrize("guards", [False, True])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_trl(guards, optim, tmp_path):
+    """Supervised fine-tuning skips a bad step; its schedule follows applied steps, and its logs have the count."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model, tokenizer = _small_language_model()
+    norm, weights = model.model.norm, []
+
+    def spoil(grad):
+        weights.append(norm.weight.tolist())
+        return grad * (math.nan if len(weights) == 2 else 1.0)
+
+    norm.weight.register_hook(spoil)
+    names = {"model": model, "tokenizer": tokenizer, "SFTTrainer": SFTTrainer}
+    names["args"] = _arguments(tmp_path, guards, SFTConfig, max_length=8, optim=optim)
+    names["dataset"] = Dataset.from_list([{"text": "a b c a"}] * 32)  # four batches
+    replaced = {" Trainer(model, args,": " SFTTrainer(model, args, processing_class=tokenizer,"}
+    trainer = _run_trainer(guards, replaced, **names)
+    changed = [before != after for before, after in pairwise([*weights, norm.weight.tolist()])]
+    assert changed == [True, False, True, True]
+    assert trainer.lr_scheduler.last_epoch == 3
+    if guards:
+        assert [log["skipped_steps"] for log in trainer.state.log_history] == [0, 1, 1, 1, 1]
+    else:
+        assert trainer.accelerator.scaler.get_scale() == 2.0**15
+
+
+def test_trainer_alone_ends_with_nan(tmp_path):
+    """Without a guard, one NaN makes all parameters NaN, and Trainer logs a loss of 0.0, as the page says."""
+    model = Model({0: math.nan})
+    arguments = _arguments(tmp_path, guards=True, optim="adamw_torch", max_grad_norm=1.0)
+    trainer = Trainer(model, arguments, train_dataset=_rows(4))
+    trainer.train()
+    assert all(param.isnan().all() for param in model.parameters())
+    assert trainer.state.log_history[-2]["loss"] == 0.0
+
+
+# --- Accelerate
+
+
+@EITHER_KIND
+def test_attempts_around_accelerate(fused):
+    """An attempt repeats all micro-batches of an accumulation; a body with a part of them is refused."""
+    accelerator = in_float16(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    accelerator.scaler = scaler = GradScaler("cpu", init_scale=2.0**30, growth_interval=10**6)
+    layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)
+    model = torch.nn.Sequential(*layers)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused))
+
+    def step(micro_batches):
+        for attempt in scaler.attempts(model, retries=30):  # noqa: B007  # used after the loop
+            for part in torch.ones(micro_batches, 8, 8):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_fn(model(part), 0.0))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return attempt
+
+    assert step(2).info
+    assert step(2).info
+    assert layers[1].num_batches_tracked.item() == 4
+    assert scaler.metrics()["skipped_steps"] > 5
+    with pytest.raises(CallOrderError, match="with Accelerate, all bodies of accumulate"):
+        step(1)
+
+
+def test_full_float16():
+    """The setting of the recipe trains float16 weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1).half()
+    accelerator = Accelerator(cpu=True)
+    run_recipe("Full float16", {"accelerator": accelerator, "GradScaler": GradScaler})
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=10.0))
+    inputs, targets = data_of(1)[0]
+    for overflows in (False, True):
+        before = model.weight.detach().clone()
+        accelerator.backward(loss_fn(model(inputs.half()), targets) * 1e-3)
+        if overflows:
+            model.weight.grad[0, 0] = math.inf
+        optimizer.step()
+        assert torch.equal(before, model.weight) == overflows == accelerator.optimizer_step_was_skipped
+        optimizer.zero_grad()
+
+
+# --- Lightning
+
+
+class _Module(LightningModule):
+    """A module with a loss, an optimizer and a schedule for each of its models."""
+
+    def __init__(self, *models, fused=False):
+        super().__init__()
+        self.parts, self.fused = torch.nn.ModuleList(models), fused
+
+    @property
+    def losses(self):
+        return [lambda batch, part=part: loss_fn(part(batch[0]), batch[1]) for part in self.parts]
+
+    def training_step(self, batch, index):
+        return self.losses[0](batch)
+
+    def configure_optimizers(self):
+        pairs = [optimizer_of(part, self.fused) for part in self.parts]
+        keys = "optimizer", "lr_scheduler"
+        return [dict(zip(keys, (o, {"scheduler": s, "interval": "step"}), strict=True)) for o, s in pairs]
+
+
+def _fit(kind, models, folder, replaced=(), fused=False, epochs=1):
+    options = {
+        "max_epochs": epochs, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_checkpointing": False, "default_root_dir": folder,
+    }  # fmt: skip
+    *_, module = run_recipe(f"Lightning, {kind} optimization", {"Module": _Module}).values()
+    loader = torch.utils.data.DataLoader(data_of(), batch_size=None)
+    names = {**NAMES, "module": module(*models, fused=fused), "loader": loader, "options": options}
+    return run_recipe("Lightning", names, replaced)["trainer"]
+
+
+def test_lightning_with_two_optimizers(tmp_path):
+    """In manual optimization each schedule follows the applied steps of its own optimizer."""
+    models = [Model(OVERFLOWS), Model({3})]
+    trainer = _fit("manual", models, tmp_path)
+    assert [model.skipped() for model in models] == [OVERFLOWS, {3}]
+    counts = [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
+    assert counts == [8 - len(OVERFLOWS), 7]
+    assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (16 - len(OVERFLOWS) - 1)
+
+
+# --- resumed runs: each function yields the outcome of a whole run, and of a run from the checkpoint of step 8
+
+
+def _of_trainer(folder, fused, guards=False):
+    counts = [sum(n <= step for n in (1, 9)) for step in range(16)] + [2]
+    for resumes in (False, True):
+        model, logger, first = Model(BAD, first=8 * resumes), _Logger(), 8 * resumes
+        optim = "adamw_torch_fused" if fused else "adamw_torch"
+        args = _arguments(folder, guards, optim=optim, max_steps=16, save_strategy="steps", save_steps=8)
+        replaced = {"SpikeGuard()": "SpikeGuard(warmup=2)", "dataset)": "dataset, callbacks=[logger])"}
+        replaced = {**(replaced if guards else RESUMABLE), "train()": f"train(resume_from_checkpoint={resumes})"}
+        trainer = _run_trainer(guards, replaced, model=model, args=args, dataset=_rows(16), logger=logger)
+        shutil.rmtree(folder / "checkpoint-16")  # the run was stopped before
+        if guards:
+            assert [log["skipped_steps"] for log in trainer.state.log_history] == counts
+            assert trainer.state.log_history[-1]["spikes"] == 2
+            assert logger.counts == counts[first:]
+        yield model, trainer.optimizer.optimizer if guards else trainer.accelerator.scaler, trainer.lr_scheduler
+
+
+def _of_guarded_trainer(folder, fused):
+    return _of_trainer(folder, fused, guards=True)
+
+
+def _of_lightning(folder, fused):
+    checkpoint = str(folder / "last.ckpt")
+    for epochs, first, fit in ((2, 0, {}), (1, 0, {}), (2, 8, {"ckpt_path": checkpoint})):
+        replaced = {**RESUMABLE, "fit(module, loader)": f"fit(module, loader, **{fit!r})"}
+        model = Model(BAD, first=first)
+        trainer = _fit("automatic", [model], folder, replaced, fused, epochs)
+        if epochs == 1:
+            trainer.save_checkpoint(checkpoint)
+        else:
+            yield model, trainer.precision_plugin.scaler, trainer.lr_scheduler_configs[0].scheduler
+
+
+def _of_loop(folder, fused, load, save, heading="PyTorch", page="README.md"):
+    for first, last in ((0, 16), (0, 8), (8, 16)):
+        model = Model(BAD, first=first)
+        optimizer, scheduler = optimizer_of(model, fused)
+        names = {**NAMES, "model": model, "optimizer": optimizer, "scheduler": scheduler, "loss_fn": loss_fn}
+        names |= {"data": data_of(16)[first:last], "folder": str(folder)}
+        replaced = {**RESUMABLE, "\nfor inputs": f"\n{load if first else ''}\nfor inputs"}
+        with warnings.catch_warnings():
+            if last - first == 16:
+                warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+            names = run_recipe(heading, names, replaced, page=page)
+        if last == 8:
+            exec(save, names)
+        else:
+            yield model, names["scaler"], scheduler
+
+
+def _of_accelerate(folder, fused):
+    register = "accelerator.register_for_checkpointing(scheduler)\n"
+    calls = (f"{register}accelerator.{name}_state(folder)" for name in ("load", "save"))
+    return _of_loop(folder, fused, *calls, "Accelerate", "docs/trainers.md")
+
+
+TORCHS_SCALER_READS_IT = """
+scaler_of_torch = torch.amp.GradScaler("cpu")
+dcp.load({"scaler": scaler_of_torch}, checkpoint_id=folder)
+assert scaler_of_torch.state_dict().items() <= scaler.state_dict().items()
+"""
+
+
+def _of_distributed_checkpoint(folder, fused):
+    load, save = (source_of("Resume", {f"dcp.{other}": "dict"}) for other in ("save", "load"))
+    return _of_loop(folder, fused, load, save + TORCHS_SCALER_READS_IT)
+
+
+RUNS = (_of_trainer, _of_guarded_trainer, _of_lightning, _of_accelerate, _of_distributed_checkpoint)
+RUNS_OF_EITHER_KIND = [(run, fused) for run in RUNS for fused in (False, True) if fused or run is not _of_lightning]
+"""The page has a hook for fused optimizers under Lightning, which has a setting for others."""
+
+
+@pytest.mark.parametrize(("run", "fused"), RUNS_OF_EITHER_KIND)
+def test_a_stopped_run_resumes_exactly(run, fused, tmp_path):
+    """Weights, scale, counters, guard and optimizer continue bit for bit, as each recipe saves them.
+
+    Bad steps are skipped, and the schedule follows applied steps.
+    """
+    outcomes = []
+    for model, scaler, schedule in run(tmp_path, fused):
+        counts = scaler.metrics()
+        assert (counts["skipped_steps"], counts["spikes"], schedule.last_epoch) == (2, 2, 16 - len(BAD))
+        assert model.skipped() == {step for step in BAD if step >= model.first}
+        outcomes.append(bits(model.layer.state_dict(), scaler.state_dict()))
+    whole, resumed = outcomes
+    assert resumed == whole
