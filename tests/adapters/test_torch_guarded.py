@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lossscale_core import SpikeGuard
-from lossscale_core.errors import CallOrderError, OverflowStreakError, PolicyError
+from lossscale_core.errors import CallOrderError, PolicyError
 from lossscale_torch import GradScaler, _watch, guarded
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _on_ranks
 from tests.adapters.test_torch_watch import EmulatedCopy
-from tests.adapters.torch_steps import EITHER_KIND, one, same
+from tests.adapters.torch_steps import EITHER_KIND, guarded_steps, one, same
 
 MAKES = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -151,34 +151,17 @@ def test_the_outcome_of_each_step(name, kind, caplog):
     settings, sizes, letters, text = RUNS[name]
     is_late = kind == "fused on a device"
     letters, text = ON_DEVICE.get(name, (letters, "")) if is_late else (letters, text)
-    outcomes, reads, errors = "", [], []
-    with Emulated("mps") as device:
-        param, optimizer = one("fused" in kind, device="mps" if "device" in kind else "cpu", lr=1e-3, momentum=0.9)
-        guarded(optimizer, **settings)
-        for size in sizes:
-            param.grad = torch.full_like(param, size)
-            before, reads_before, letter = _values(optimizer), device.reads, None
-            try:
-                optimizer.step()
-            except (OverflowStreakError, RuntimeError) as error:
-                errors.append(str(error))
-                letter = "e"
-            reads.append(device.reads - reads_before)
-            info = optimizer.last_step
-            letter = letter or ("a" if info else "p" if info.spiked else "s")
-            assert not hasattr(optimizer, "found_inf")
-            assert (letter == "a") == bool(info) == (_values(optimizer)[0] != before[0])
-            assert letter == "a" or _values(optimizer)[: len(before)] == before
-            outcomes += letter
+    with Emulated("mps"):
+        device = "mps" if "device" in kind else "cpu"
+        _, optimizer = one("fused" in kind, device=device, lr=1e-3, momentum=0.9)
+        outcomes, rows = guarded_steps(guarded(optimizer, **settings), sizes)
+    errors, reads, values = zip(*rows, strict=True)
     assert outcomes == letters
-    assert any(text in line for line in [*errors, *(line for _, line in _lines(caplog))]) or not text
+    assert any(text in line for line in [*errors, *(line for _, line in _lines(caplog))])
+    for letter, before, after in zip(letters, [[1.0], *values], values, strict=False):
+        assert before[0] != after[0] if letter == "a" else after[: len(before)] == before
     if name == "one NaN":
-        assert reads == {"ordinary on a device": [1, 2, 1, 1]}.get(kind, [0] * 4)
-
-
-def _values(optimizer):
-    (param,) = optimizer.param_groups[0]["params"]
-    return [tensor.item() for tensor in [param, *optimizer.state[param].values()] if tensor is not None]
+        assert list(reads) == ([1, 2, 1, 1] if kind == "ordinary on a device" else [0] * 4)
 
 
 REFUSED = [

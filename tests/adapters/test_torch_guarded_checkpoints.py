@@ -19,7 +19,7 @@ from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import StepInfo, guarded
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.test_torch_distributed import _local, _on_ranks
-from tests.adapters.torch_steps import one, same
+from tests.adapters.torch_steps import guarded_steps, one, same
 from tests.torch_versions import FSDP2
 
 BAD = {2: math.nan, 6: math.inf, 7: math.nan, 8: math.nan, 10: 1e4, 12: math.nan}
@@ -192,31 +192,19 @@ def test_a_sharded_run_resumes_exactly(kind, flat):
     _on_ranks(2, partial(_on_rank, kind=kind, flat=flat))
 
 
-def _device_steps(optimizer, sizes):
-    """Take steps with gradients of these sizes; return their outcomes, and the error of each step that raised one."""
-    outcomes, (param,) = [], optimizer.param_groups[0]["params"]
-    for size in sizes:
-        param.grad = torch.full_like(param, size)
-        try:
-            optimizer.step()
-        except OverflowStreakError as error:
-            outcomes.append(str(error))
-        outcomes.append((bool(optimizer.last_step), bool(optimizer.last_step.spiked), param.item()))
-    return outcomes
-
-
 def test_a_fused_run_on_a_device_resumes_at_every_step():
     """The host reads the streak at the same steps as without a break, so that the error comes at the same step."""
     sizes = [1.0, 1.1, 0.9, math.nan, 1e4, 1.0, *[math.nan] * 3, 1.0, math.nan, 1e4]
     with Emulated("mps"):
         whole = _guard(one(fused=True, device="mps", lr=1e-3)[1])
-        outcomes = _device_steps(whole, sizes)
+        letters, rows = guarded_steps(whole, sizes)
         for place in range(1, len(sizes)):
             (param, saved), (other, resumed) = (one(fused=True, device="mps", lr=1e-3) for _ in range(2))
-            before = _device_steps(_guard(saved), sizes[:place])
+            before = guarded_steps(_guard(saved), sizes[:place])
             _guard(resumed).load_state_dict(saved.state_dict())
             other.data.copy_(param.data)
-            assert [*before, *_device_steps(resumed, sizes[place:])] == outcomes
+            assert guarded_steps(resumed, sizes[place:]) == (letters[place:], rows[place:])
+            assert before == (letters[:place], rows[:place])
             assert resumed.state_dict() == whole.state_dict()
 
 

@@ -124,31 +124,91 @@ def _exact(grads, order):
     return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]) / SCALE, order).item()
 
 
-def _step(params, order=2.0, fused=False, is_joint=False, make_scaler=GradScaler, **settings):
-    """Clip and step; return the norm, and whether the step was applied.
+# --- the ways to take a step
 
-    An applied step has moved each parameter by its gradient. A skipped step has changed no parameter and no gradient.
-    """
-    make = _FusedSGD if fused else torch.optim.SGD
+
+def _by_scaler(params, make, calls=(), is_joint=False, make_scaler=GradScaler, **settings):
     optimizers = [make([param], lr=1.0) for param in params] if is_joint else [make(params, lr=1.0)]
-    scaler = make_scaler("cpu", init_scale=SCALE, **settings)
-    having = [param for param in params if param.grad is not None]
-    before = [_local(param).clone() for param in having]
-    grads = [_local(param.grad).clone() for param in having]
-    scaler.scale(torch.ones(()))
-    norm = scaler.unscale_and_clip_(optimizers if is_joint else optimizers[0], MAX_NORM, order)
+    scaler, norm = ready(make_scaler, init_scale=SCALE, **settings), None
+    for name, *arguments in calls:
+        norm = getattr(scaler, name)(optimizers if is_joint else optimizers[0], *arguments)
     for optimizer in optimizers:
         scaler.step(optimizer)
-    applied = bool(scaler.update().applied)
-    assert type(norm) is torch.Tensor
-    factor = min(1.0, MAX_NORM / (norm.item() + 1e-6)) / SCALE if applied else 0.0
+    applied, state = bool(scaler.update().applied), scaler.state_dict()
+    return torch.tensor(state["guard"]["mean"]) if "guard" in settings else norm, applied, state
+
+
+def _by_guarded(params, make, **settings):
+    optimizer = guarded(make(params, lr=1.0), **settings)
+    optimizer.step()
+    return optimizer.last_step.norm, bool(optimizer.last_step), _numbers(optimizer)
+
+
+def _numbers(optimizer):
+    return {name: float(number) for name, number in optimizer.metrics().items()}
+
+
+def _by_clip_and_check(params, make, **settings):
+    norm, is_finite = clip_and_check_(params, MAX_NORM, **settings)
+    if is_finite:
+        torch.optim.SGD(params, lr=1.0).step()
+    return norm, bool(is_finite), None
+
+
+UNSCALE, CLIP, GUARD = ("unscale_",), ("unscale_and_clip_", MAX_NORM), {"guard": SpikeGuard()}
+CLIPS = {f"clip of order {order}": (order, partial(_by_scaler, calls=[(*CLIP, order)])) for order in ORDERS}
+WAYS = {
+    **CLIPS,
+    "joint clip": (2.0, partial(_by_scaler, calls=[CLIP], is_joint=True)),
+    "hooked clip": (2.0, partial(_by_scaler, calls=[CLIP], make_scaler=_HookedScaler)),
+    "plain": (2.0, _by_scaler),
+    "unscaled": (2.0, partial(_by_scaler, calls=[UNSCALE])),
+    "guard": (2.0, partial(_by_scaler, **GUARD)),
+    "guard, unscaled": (2.0, partial(_by_scaler, calls=[UNSCALE], **GUARD)),
+    "guard, clip": (2.0, partial(_by_scaler, calls=[CLIP], **GUARD)),
+    "guarded": (2.0, _by_guarded),
+    "guarded, clip": (2.0, partial(_by_guarded, max_norm=MAX_NORM)),
+    "guarded, guard": (2.0, partial(_by_guarded, **GUARD)),
+    "clip_and_check_": (2.0, _by_clip_and_check),
+}
+"""The order of the norm, and a function that takes a step; it returns the norm, the outcome and a state."""
+
+
+def _step(params, way, fused=False, **settings):
+    """Take a step; return the norm of the unscaled gradients, or None, and whether the step was applied.
+
+    An applied step has moved each parameter by its gradient. A skipped step has changed no parameter, and a clip then
+    has changed no gradient.
+    """
+    having = [param for param in params if param.grad is not None]
+    before, grads = ([_local(tensor).clone() for tensor in tensors] for tensors in (having, _grads(having)))
+    _, take = WAYS[way]
+    norm, applied, state = take(params, _FusedSGD if fused else torch.optim.SGD, **settings)
+    has_scale = getattr(take, "func", take) is _by_scaler
+    factor = min(1.0, MAX_NORM / (norm.item() + 1e-6)) if "clip" in way else 1.0
+    factor = factor / (SCALE if has_scale else 1.0) if applied else 0.0
     for param, was, grad in zip(having, before, grads, strict=True):
         change = was - _local(param)
         torch.testing.assert_close(change, factor * grad if applied else change * 0.0, rtol=1e-4, atol=1e-6)
-        if not applied and make_scaler is GradScaler:
+        if not applied and "clip" in way and way != "hooked clip":
             torch.testing.assert_close(_local(param.grad), grad, rtol=0.0, atol=0.0, equal_nan=True)
-    RESULTS.append(repr((norm.item(), applied, scaler.state_dict())))
-    return norm.item(), applied
+    assert norm is None or type(norm) is torch.Tensor
+    norm = None if norm is None else norm.item()
+    RESULTS.append(repr((norm, applied, state)))
+    return None if norm is None else norm / (1.0 if has_scale else SCALE), applied
+
+
+def _grads(params):
+    return [param.grad for param in params]
+
+
+def _require_norm(make, whole, way, fused=False, **settings):
+    """Require a step by the norm of these gradients, and that a NaN on one rank skips the step on all."""
+    order, _ = WAYS[way]
+    norm, applied = _step(make(), way, fused, **settings)
+    assert applied, way
+    assert norm is None or norm == pytest.approx(_exact(whole, order), rel=1e-6), (way, fused)
+    assert not _step(make(culprit=1), way, fused, **settings)[1], (way, fused)
 
 
 def _require_same_on_ranks():
@@ -166,11 +226,11 @@ def _compare(rank, world_size):
     layouts, all_ranks, grid = _layouts()
     for (name, make), by in product(layouts.items(), (1.0, 1e30)):
         whole = [_whole(param.grad) for param in make(by=by)]
-        for order, fused in product(ORDERS, (False, True)):
+        for way, fused in product(CLIPS, (False, True)):
+            order = CLIPS[way][0]
             exact = pytest.approx(_exact(whole, order), rel=1e-6)
-            assert _step(make(by=by), order, fused) == (exact, True), (name, order, by, fused)
-            assert _step([_with_grad(grad.clone()) for grad in whole], order, fused) == (exact, True)  # one process
-            assert not _step(make(culprit=2), order, fused)[1]
+            _require_norm(partial(make, by=by), whole, way, fused)
+            assert _step([_with_grad(grad.clone()) for grad in whole], way, fused) == (exact, True)  # one process
             optimizer, scaler = (_FusedSGD if fused else torch.optim.SGD)(make(by=by), 1.0), GradScaler("cpu")
             scaler.scale(torch.ones(()))
             with CommDebugMode() as calls:  # as in a graph that is recorded, a fused optimizer is not read
@@ -188,34 +248,12 @@ def _compare(rank, world_size):
 
 
 def _use_elsewhere(layouts):
-    """Let a guard see the norm, a guarded optimizer clip by it, and clip several optimizers, or with another scaler."""
-    for name, fused, by in product(("three meshes", "hsdp", "beside plain tensors"), (False, True), (1.0, 1e30)):
-        make, make_optimizer = partial(layouts[name], by=by), _FusedSGD if fused else torch.optim.SGD
-        exact = pytest.approx(_exact([_whole(param.grad) for param in make()], 2.0), rel=1e-6)
-        for call in ("unscale_", "step"):
-            scaler, optimizer = GradScaler("cpu", init_scale=SCALE, guard=SpikeGuard()), make_optimizer(make(), lr=0.0)
-            scaler.scale(torch.ones(()))
-            for name_of_call in dict.fromkeys([call, "step"]):
-                getattr(scaler, name_of_call)(optimizer)
-            assert scaler.update().applied
-            assert scaler.state_dict()["guard"]["mean"] == exact
-        params = make()
-        guarded(make_optimizer(params, lr=1.0), max_norm=MAX_NORM).step()
-        changes = [(1.0 - _whole(param)) * SCALE for param in params]
-        assert _exact(changes, 2.0) == pytest.approx(MAX_NORM, rel=1e-4)
-        params = make()
-        assert [result.item() for result in clip_and_check_(params, MAX_NORM)] == [
-            pytest.approx(exact.expected * SCALE),
-            True,
-        ]
-        clipped = _exact([_whole(param.grad) for param in params], 2.0) * SCALE
-        assert clipped == pytest.approx(MAX_NORM, rel=1e-4)
-        bad = guarded(make_optimizer(layouts[name](culprit=2), lr=1.0))
-        bad.step()
-        assert not bad.last_step
-        for settings in ({"is_joint": True}, {"make_scaler": _HookedScaler}, {"process_group": dist.group.WORLD}):
-            assert _step(make(), fused=fused, **settings) == (exact, True)
-            assert not _step(layouts[name](culprit=1), fused=fused, **settings)[1]
+    """Take the other steps: with a guard, by a guarded optimizer, with several optimizers, or with another scaler."""
+    names, others = ("three meshes", "hsdp", "beside plain tensors"), WAYS.keys() - CLIPS.keys()
+    for name, by, fused, way in product(names, (1.0, 1e30), (False, True), sorted(others)):
+        whole = [_whole(param.grad) for param in layouts[name](by=by)]
+        settings = {"process_group": dist.group.WORLD} if by == 1.0 else {}
+        _require_norm(partial(layouts[name], by=by), whole, way, fused, **settings)
 
 
 def _reduce_partial_sums(grid):
@@ -263,25 +301,11 @@ def _join_stages(rank, grid):
     """Clip two sharded stages of a pipeline by the norm of both, and four stages without meshes."""
     pairs = [((5 + rank // 2, 3), grid["b"], [BY_ROW]), *[((1,), grid["b"], [BY_ROW])] * (rank // 2)]
     stages = {grid.get_group("a"): pairs, dist.group.WORLD: [((2 + rank,), None, None)]}
-    for (group, specs), order, by, fused in product(stages.items(), ORDERS, (1.0, 1e30), (False, True)):
+    for (group, specs), by, way, fused in product(stages.items(), (1.0, 1e30), WAYS, (False, True)):
         parts = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, [_whole(param.grad) for param in _params(specs, by=by)], group=group)
-        exact = pytest.approx(_exact([grad for part in parts for grad in part], order), rel=1e-6)
-        assert _step(_params(specs, by=by), order, fused, norm_group=group) == (exact, True)
-        assert not _step(_params(specs, culprit=1), order, fused, norm_group=group)[1]
-        if order == 2.0:
-            make = _FusedSGD if fused else torch.optim.SGD
-            scaler = ready(init_scale=SCALE, guard=SpikeGuard(), norm_group=group)
-            optimizer = make(_params(specs, by=by), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            assert scaler.state_dict()["guard"]["mean"] == exact
-            norm, is_finite = clip_and_check_(_params(specs, by=by), MAX_NORM, norm_group=group)
-            assert (norm.item() / SCALE, is_finite.item()) == (exact, True)
-            assert not clip_and_check_(_params(specs, culprit=1), MAX_NORM, norm_group=group)[1]
-            alone = guarded(make(_params(specs, culprit=1), lr=1.0), max_norm=MAX_NORM, norm_group=group)
-            alone.step()
-            assert not alone.last_step
+        whole = [grad for part in parts for grad in part]
+        _require_norm(partial(_params, specs, by=by), whole, way, fused, norm_group=group)
 
 
 def _wrap_modules(all_ranks, grid):
@@ -293,7 +317,7 @@ def _wrap_modules(all_ranks, grid):
         "offload": partial(fully_shard, mesh=all_ranks, offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "tp": lambda module: fully_shard(parallelize_module(module, grid["b"], plan), mesh=grid["a"]),
     }
-    for fused, (name, wrap), order in product((False, True), wraps.items(), ORDERS):
+    for fused, (name, wrap), way in product((False, True), wraps.items(), CLIPS):
         norms = []
         for is_wrapped in (True, False):
             torch.manual_seed(0)
@@ -301,8 +325,8 @@ def _wrap_modules(all_ranks, grid):
             if is_wrapped:
                 wrap(module)
             module(torch.full((2, 5), 2.0)).square().mean().mul(SCALE * 1e3).backward()
-            norms.append(_step([*module.parameters()], order, fused))
-        assert norms[0] == (pytest.approx(norms[1][0], rel=2e-6), True), (name, order)
+            norms.append(_step([*module.parameters()], way, fused))
+        assert norms[0] == (pytest.approx(norms[1][0], rel=2e-6), True), (name, way)
 
 
 def test_one_norm_for_every_layout():
@@ -311,27 +335,6 @@ def test_one_norm_for_every_layout():
 
 
 # --- the calls of each rank
-
-
-def _take(*calls, **settings):
-    """Return a function that takes a step."""
-
-    def take(optimizer):
-        scaler = ready(init_scale=SCALE, **settings)
-        for name, *arguments in (*calls, ("step",)):
-            getattr(scaler, name)(optimizer, *arguments)
-        return bool(scaler.update().applied)
-
-    return take
-
-
-def _take_guarded(optimizer, **settings):
-    guarded(optimizer, **settings).step()
-    return bool(optimizer.last_step)
-
-
-def _clip_and_check(optimizer, **settings):
-    return bool(clip_and_check_(optimizer.param_groups[0]["params"], MAX_NORM, **settings)[1])
 
 
 def _record(rank, world_size):
@@ -344,17 +347,8 @@ def _record(rank, world_size):
         return reduce(tensor, op, group, async_op)
 
     dist.all_reduce = all_reduce
-    clip, unscale, guard, everyone = ("unscale_and_clip_", MAX_NORM), ("unscale_",), {"guard": SpikeGuard()}, []
-    kinds = {
-        **{"plain": _take(), "unscaled": _take(unscale), "group": _take(process_group=dist.group.WORLD)},
-        **{f"clipped by order {order}": _take((*clip, order)) for order in ORDERS},
-        **{"clipped, group": _take(clip, process_group=dist.group.WORLD)},
-        **{f"guard {calls}": _take(*calls, **guard) for calls in ((), (unscale,), (clip,))},
-        **{"guarded": _take_guarded, "guarded, clipped": partial(_take_guarded, max_norm=MAX_NORM)},
-        **{"guarded, guard": partial(_take_guarded, **guard)},
-        **{"guarded, group": partial(_take_guarded, process_group=dist.group.WORLD)},
-        **{"clip_and_check_": _clip_and_check, "checked": partial(_clip_and_check, process_group=dist.group.WORLD)},
-    }
+    everyone, group = [], {"process_group": dist.group.WORLD}
+    kinds = [*product(WAYS, [{}]), *((way, group) for way in ("plain", *CLIPS, "guarded", "clip_and_check_"))]
     lacking = [  # the missing gradients of each rank, and the rank with a gradient that is not finite
         (((), (), (), ()), 2),
         (((), range(9), (), ()), 2),
@@ -363,12 +357,11 @@ def _record(rank, world_size):
         ((range(9), range(9), range(9), range(9)), None),
     ]
     names = ("experts", "three meshes", "hsdp", "beside plain tensors", "float64 among them")
-    for name, (lacks, culprit), kind, fused in product(names, lacking, kinds, (False, True)):
+    for name, (lacks, culprit), (way, settings), fused in product(names, lacking, kinds, (False, True)):
         params = layouts[name](lacks=lacks[rank], culprit=culprit)
         calls.clear()
-        applied = kinds[kind]((_FusedSGD if fused else torch.optim.SGD)(params, lr=1.0))
-        assert applied == (culprit is None), (name, lacks, kind, fused)
-        everyone.append(((name, lacks, kind, fused), [*calls]))
+        assert _step(params, way, fused, **settings)[1] == (culprit is None), (name, lacks, way, fused)
+        everyone.append(((name, lacks, way, len(settings), fused), [*calls]))
     of_ranks = [None] * world_size
     dist.all_gather_object(of_ranks, everyone)
     for (case, *_), *lists in zip(of_ranks[0], *([calls for _, calls in steps] for steps in of_ranks), strict=True):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import GradScaler
 from lossscale_torch.hooks import Hook
+from tests.adapters.emulated_device import Emulated
 
 INF = float("inf")
 EITHER_KIND = pytest.mark.parametrize("fused", [False, True], ids=["ordinary", "fused"])
@@ -57,6 +59,29 @@ def take_steps(params, optimizers, scaler, *sizes, prepare=()):
     for call, *args in [*prepare, *((scaler.step, each) for each in optimizers)]:
         call(*args)
     return scaler.update()
+
+
+def guarded_steps(optimizer, sizes):
+    """Take steps of a guarded optimizer of one parameter; return a letter for each, and an error, reads and values.
+
+    The letter is a if the step was applied, s if it was skipped, p if it was a spike, and e if it raised an error.
+    """
+    (param,) = optimizer.param_groups[0]["params"]
+    letters, rows = "", []
+    for size in sizes:
+        param.grad = torch.full_like(param, size)
+        reads, text = Emulated.reads, ""
+        try:
+            optimizer.step()
+        except (OverflowStreakError, RuntimeError) as error:
+            text = str(error)
+        reads, info = Emulated.reads - reads, optimizer.last_step
+        assert not (info and text)
+        assert not hasattr(optimizer, "found_inf")
+        letters += "e" if text else "a" if info else "p" if info.spiked else "s"
+        values = [param, *optimizer.state[param].values()]
+        rows.append((text, reads, [value.item() for value in values if value is not None]))
+    return letters, rows
 
 
 def same(first, second):
