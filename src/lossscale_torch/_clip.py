@@ -36,9 +36,8 @@ def clip(
             require_optimizer(optimizer, "unscale_and_clip_")
         return _clip_unscaled(scaler, optimizers, limit, order)
     steps, done_norm = [], None
-    for optimizer in {
-        id(optimizer): optimizer for optimizer in optimizers
-    }.values():  # an optimizer may be in the list twice
+    # An optimizer may be in the list twice.
+    for optimizer in {id(optimizer): optimizer for optimizer in optimizers}.values():
         step = scaler._open(optimizer, "unscale_and_clip_")
         if not step.is_done:
             if len(scaler._steps) > 1:
@@ -72,9 +71,7 @@ def _clip_scaled(
     optimizers = [step.optimizer for step in steps]
     gradients = Gradients(optimizers, scaler._half_gradients)
     state, ranks, groups = scaler._state, scaler._ranks, scaler._ranks.groups(optimizers, of_norm=True)
-    scale, are_fused = state.scale, True
-    for optimizer in optimizers:
-        are_fused = are_fused and kind_of(optimizer) is FUSED
+    scale, are_fused = state.scale, {*map(kind_of, optimizers)} == {FUSED}
     is_on_device = are_fused and (not scale.is_cpu or is_capturing())
     to_host = None if is_on_device else lambda norm: state.read([], norm)[0]  # the only wait of a step
     left_out, ranks.left_out = ranks.left_out, False

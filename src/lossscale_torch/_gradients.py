@@ -152,10 +152,8 @@ class Gradients:
                 by_count.setdefault(counts[layout], []).append(values)
         for count, tensors in by_count.items():
             for bucket in to_buckets(tensors):
-                is_float64, supports_float64 = (
-                    bucket[0].dtype is torch.float64,
-                    bucket[0].device.type in FLOAT64_DEVICES,
-                )
+                is_float64 = bucket[0].dtype is torch.float64
+                supports_float64 = bucket[0].device.type in FLOAT64_DEVICES
                 fits = (supports_float64 and dtype is torch.float64) or (order == math.inf and not is_float64)
                 is_conclusive &= fits and (order == math.inf or (not is_float64 and order <= MAX_EXACT_ORDER))
                 norm_dtype = torch.float64 if supports_float64 else torch.float32

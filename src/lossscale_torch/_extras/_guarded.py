@@ -397,6 +397,7 @@ def _may_be_dummy(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether this may be the step by which `torch.distributed.checkpoint` creates an optimizer's state.
 
     Its gradients and rates are zero, and it does not count: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/state_dict.py
+    The host reads the norm if it may be: in a first step at a rate of 0, and while a plain SGD has this rate.
     """
     if getattr(optimizer, "state", None) or is_capturing():
         return False
