@@ -1,12 +1,14 @@
-"""The PyTorch examples, as real runs: they learn in float16, skip overflows as a whole, continue from a checkpoint."""
+"""The examples and notebooks for PyTorch: real runs that learn in float16, and continue from a checkpoint."""
 
 import runpy
 import warnings
 from functools import partial
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch.distributed as dist
+from nbclient import NotebookClient
 
 from lossscale_core.errors import CheckpointWarning
 from tests.adapters.test_torch_distributed import _local, _on_ranks
@@ -36,7 +38,7 @@ def test_no_example_is_left_out():
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_plain_loop_learns_and_resumes(tmp_path, capsys):
-    """A run that was stopped and started again is bit for bit one that was not; its log has each step's scale."""
+    """A run that was stopped and started again equals a run without a stop, bit for bit; it writes a log."""
     main = _main("torch_plain")
     accuracy, training = main(100, folder=tmp_path / "whole")
     _assert_healthy(accuracy, training.scaler, 100)
@@ -72,6 +74,20 @@ def _train(rank, world_size, folder):
         _train_in_fsdp2(rank, folder)
 
 
-def test_they_learn_on_two_ranks(tmp_path):
-    """DDP's ranks end with the same weights; a run of FSDP2 continues from its sharded checkpoint, bit for bit."""
+def test_examples_learn_on_two_ranks(tmp_path):
+    """The ranks of DDP end with the same weights; a run of FSDP2 continues from its sharded checkpoint, bit for bit."""
     _on_ranks(2, partial(_train, folder=tmp_path))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    """A notebook is stored without outputs, runs from top to bottom, and draws a picture; its assertions hold."""
+    notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
+    nbformat.validate(notebook)
+    assert not any(cell.outputs or cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the threads of several test workers would wait for each other
+    NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}, timeout=240).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any({"image/png", "image/svg+xml"} & output.get("data", {}).keys() for output in outputs)
+    assert "healthy: " in outputs[-1].data["text/plain"]

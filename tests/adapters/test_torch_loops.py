@@ -1,4 +1,4 @@
-"""Random loops around a scaler: whatever is called in whatever order, each step is the one that a model expects."""
+"""Random loops around a scaler: after each step, parameters, state and outcome equal a model of the policy."""
 
 import copy
 import math
@@ -27,70 +27,66 @@ WAYS = {
     "_scale": lambda scaler, loss: loss * scaler._scale,
     "attach": lambda scaler, loss: scaler.attach(torch.ones(1, requires_grad=True), loss).sum(),
 }
-CALLS = ("step", "step", "unscale_", "clip", "joint clip", "skip", "unscale_ and skip", "unscale_ alone")
-EARLY = ("step", "unscale_", "clip", "joint clip")
-"""Calls that may come before there are gradients: they find nothing, and the step checks those that come."""
+CALLS = (
+    *(("", "step"), ("", "step"), ("unscale_", "step"), ("unscale_and_clip_", "step"), ("joint", "step")),
+    *(("", "skip"), ("unscale_", "skip"), ("unscale_", "")),
+)
+"""The first and the last call for an optimizer; "joint" means a clip of several optimizers at the beginning of a step.
+
+In an early turn the first call comes before there are gradients, finds none, and the step checks the gradients.
+"""
 POLICIES = (
     DynamicScaling(init_scale=1024.0, growth_interval=1),
     DynamicScaling(init_scale=1024.0, growth_interval=3, growth_factor=1.7, hysteresis=2, cooldown=1),
     FixedScaling(8.0),
     NoScaling(),
 )
+
+
 EVENTS = ("interval", "factor", "scale", "load", "copy", "pickle")
 
 
 class Turn(NamedTuple):
-    """What a step does with one optimizer."""
+    """The part of one optimizer in a step."""
 
     number: int
     way: str
-    call: str
+    calls: tuple[str, str]
     gradient: float | None
     is_early: bool
     is_vetoed: bool
     has_another_loss: bool
-    """Whether a loss of something else is scaled before the optimizer is stepped."""
+    """Whether another loss is scaled before the last call."""
 
     @property
     def is_checked(self) -> bool:
-        """Whether its gradients count."""
-        return self.gradient is not None and self.call != "skip"
+        """Whether the gradients count."""
+        return self.gradient is not None and self.calls != ("", "skip")
 
     @property
-    def steps(self) -> bool:
-        """Whether `step` is called."""
-        return not self.call.endswith(("skip", "alone"))
+    def overflows(self) -> bool:
+        """Whether the gradients are an overflow."""
+        return self.is_checked and not math.isfinite(self.gradient)
 
 
-def _overflows(turn):
-    return turn.is_checked and not math.isfinite(turn.gradient)
-
-
-class Step(NamedTuple):
-    """What a step does: the turns in their order, a scale for `update`, and what comes after it."""
-
-    turns: list[Turn]
-    new_scale: float | None
-    event: str | None
-
-
-def _turns():
-    gradients = st.sampled_from([1.0] * 6 + [INF, math.nan, None])
-    rarely = st.sampled_from([False] * 5 + [True])
-    numbers, ways = st.integers(0, 2), st.sampled_from([*WAYS])
-    early = st.builds(Turn, numbers, ways, st.sampled_from(EARLY), gradients, st.just(True), rarely, rarely)
-    turns = st.builds(Turn, numbers, ways, st.sampled_from(CALLS), gradients, st.just(False), rarely, rarely)
-    turns = turns.filter(lambda turn: turn.gradient is not None or turn.call != "unscale_ alone")  # which does nothing
-    return st.lists(turns | turns | early, min_size=1, max_size=3, unique_by=lambda turn: turn.number)
-
-
-STEPS = st.builds(
-    Step, _turns(), st.sampled_from([None] * 8 + [16.0]), st.sampled_from([None] * 2 * len(EVENTS) + [*EVENTS])
+RARELY = st.sampled_from([False] * 5 + [True])
+TURN = {
+    "number": st.integers(0, 2), "way": st.sampled_from([*WAYS]), "calls": st.sampled_from(CALLS),
+    "gradient": st.sampled_from([1.0] * 6 + [INF, math.nan, None]), "is_early": st.just(False), "is_vetoed": RARELY,
+    "has_another_loss": RARELY,
+}  # fmt: skip
+LATE = st.builds(Turn, **TURN).filter(lambda turn: turn[2:4] != (("unscale_", ""), None))  # which does nothing
+EARLY = st.builds(Turn, **{**TURN, "calls": st.sampled_from(CALLS[1:5]), "is_early": st.just(True)})
+STEPS = st.tuples(
+    st.lists(LATE | LATE | EARLY, min_size=1, max_size=3, unique_by=lambda turn: turn.number),
+    st.sampled_from([None] * 8 + [16.0]),
+    st.sampled_from([None] * 2 * len(EVENTS) + [*EVENTS]),
 )
+"""The turns in their order, a scale for `update`, and an event after the step."""
 
 
 class _Veto(Hook):
-    """Refuses the steps of optimizers that are marked."""
+    """Refuses the steps of optimizers with a mark."""
 
     def before_step(self, scaler, step):
         """Return the mark."""
@@ -98,7 +94,7 @@ class _Veto(Hook):
 
 
 class _Loop:
-    """A loop with three optimizers; they share each loss, or have each their own."""
+    """A loop with three optimizers and a model of its state."""
 
     def __init__(self, policy, device, kinds):
         self.policy, self.device, self.kinds = policy, device, kinds
@@ -108,40 +104,36 @@ class _Loop:
         self.expected: Any = policy.init_state()
         self.was_plain = False
 
-    def run(self, step):
-        """Take a step, and require what it should do."""
-        self._prepare(step)
+    def run(self, turns, new_scale, event):
+        """Take a step, and require the outcome of the model."""
         before, reads = [param.item() for param in self.params], Emulated.reads
-        clipped = [each for each in step.turns if each.call == "joint clip"]
-        if clipped:
-            self.scaler.unscale_and_clip_([self.optimizers[each.number] for each in clipped], MAX_NORM)
-        for each in step.turns:
-            if each.is_early:
-                self._call(each)
-                self._backward(each)
-        for each in step.turns:
-            if not each.is_early:
-                self._call(each)
-            if each.has_another_loss:
+        for turn in turns:
+            self.optimizers[turn.number].zero_grad()
+            self.optimizers[turn.number].param_groups[0]["is_vetoed"] = turn.is_vetoed
+        for turn in turns:
+            if not turn.is_early:
+                self._backward(turn)
+        if joint := [self.optimizers[turn.number] for turn in turns if turn.calls[0] == "joint"]:
+            self.scaler.unscale_and_clip_(joint, MAX_NORM)
+        for turn in turns:
+            if turn.is_early:
+                self._call_first(turn)
+                self._backward(turn)
+        for turn in turns:
+            if not turn.is_early:
+                self._call_first(turn)
+            if turn.has_another_loss:
                 self.scaler.scale(torch.ones((), device=self.device))
-            if each.steps:
-                self.scaler.step(self.optimizers[each.number])
-            elif each.call.endswith("skip"):
-                self.scaler.skip(self.optimizers[each.number])
+            if turn.calls[1]:
+                getattr(self.scaler, turn.calls[1])(self.optimizers[turn.number])
         calls = len(Emulated.calls)
-        info = self.scaler.update(step.new_scale)
+        info = self.scaler.update(new_scale)
         calls, reads = len(Emulated.calls) - calls, Emulated.reads - reads
-        self._require(step, info, [was - now.item() for was, now in zip(before, self.params, strict=True)])
-        self._require_few_reads(step, info, reads, calls)
-        self._come_between(step.event)
-
-    def _prepare(self, step):
-        for each in step.turns:
-            self.optimizers[each.number].zero_grad()
-            self.optimizers[each.number].param_groups[0]["is_vetoed"] = each.is_vetoed
-        for each in step.turns:
-            if not each.is_early:
-                self._backward(each)
+        moves = [was - now.item() for was, now in zip(before, self.params, strict=True)]
+        self._require(turns, new_scale, info, moves)
+        self._require_few_reads(turns, info, reads, calls, is_plain=new_scale is None)
+        self.was_plain &= event is None
+        self._come_between(event)
 
     def _backward(self, turn):
         if turn.gradient is None:
@@ -152,46 +144,45 @@ class _Loop:
         else:
             param.grad = self.scaler.scale(torch.full((1,), turn.gradient, device=self.device))
 
-    def _call(self, turn):
-        if turn.call.startswith("unscale_"):
+    def _call_first(self, turn):
+        if turn.calls[0] == "unscale_":
             self.scaler.unscale_(self.optimizers[turn.number])
-        elif turn.call == "clip":
+        elif turn.calls[0] == "unscale_and_clip_":
             self.scaler.unscale_and_clip_(self.optimizers[turn.number], MAX_NORM)
 
-    def _require(self, step, info, moves):
-        turns, before = step.turns, self.expected
-        joint = [each for each in turns if each.call == "joint clip" and each.is_checked and not each.is_early]
+    def _require(self, turns, new_scale, info, moves):
+        joint = [turn for turn in turns if turn.calls[0] == "joint" and turn.is_checked and not turn.is_early]
         applied, expected = {}, [0.0] * len(moves)
-        for each in turns:
-            together = joint if each in joint else [each]
-            applied[each.number] = each.steps and not any(map(_overflows, together)) and not each.is_vetoed
-            if applied[each.number] and each.gradient is not None:
-                is_clipped = each.call.endswith("clip") and not each.is_early
-                expected[each.number] = MAX_NORM / len(together) ** 0.5 if is_clipped else 1.0
+        for turn in turns:
+            together = joint if turn in joint else [turn]
+            is_skipped = turn.is_vetoed or any(other.overflows for other in together)
+            applied[turn.number] = turn.calls[1] == "step" and not is_skipped
+            if applied[turn.number] and turn.gradient is not None:
+                is_clipped = turn.calls[0] in ("joint", "unscale_and_clip_") and not turn.is_early
+                expected[turn.number] = MAX_NORM / len(together) ** 0.5 if is_clipped else 1.0
         assert moves == pytest.approx(expected, rel=1e-5)
-        is_checked, overflowed = any(each.is_checked for each in turns), any(map(_overflows, turns))
-        is_vetoed = any(each.is_vetoed and each.steps for each in turns) and not overflowed
-        if step.new_scale is not None:
-            self.expected = before._replace(loss_scale=np.float32(step.new_scale))
+        assert {number: bool(info.applied_of(self.optimizers[number])) for number in applied} == applied
+        is_checked, overflowed = any(turn.is_checked for turn in turns), any(turn.overflows for turn in turns)
+        is_vetoed = any(turn.is_vetoed and turn.calls[1] == "step" for turn in turns) and not overflowed
+        before = self.expected
+        if new_scale is not None:
+            self.expected = before._replace(loss_scale=np.float32(new_scale))
         elif is_checked and not is_vetoed:
             self.expected = self.policy.update(before, not overflowed)
-        assert {number: bool(info.applied_of(self.optimizers[number])) for number in applied} == applied
         scales, streak = (before.loss_scale, self.expected.loss_scale), self.expected.overflow_streak
         assert [float(value) for value in info[:6]] == [all(applied.values()), *scales, streak, overflowed, False]
-        has_none = not is_checked and any(applied.values())
-        assert ("found no gradient" in self.scaler.diagnose()) is has_none
-        saved = self.scaler.state_dict()
-        assert {name: saved[name] for name in self.expected._fields} == self.expected._asdict()
+        assert ("found no gradient" in self.scaler.diagnose()) is (not is_checked and any(applied.values()))
+        state = self.scaler.state_dict()
+        assert {name: state[name] for name in self.expected._fields} == self.expected._asdict()
 
-    def _require_few_reads(self, step, info, reads, calls):
-        """Require that only an ordinary optimizer waits, and that such steps leave the state on the host."""
-        waits = any(not self.kinds[each.number] and (each.steps or "clip" in each.call) for each in step.turns)
-        assert waits or reads == 0
-        is_plain = not any(self.kinds) and all(each.steps and each.gradient == 1.0 for each in step.turns)
-        if is_plain and self.was_plain and step.new_scale is None:
+    def _require_few_reads(self, turns, info, reads, calls, is_plain):
+        """Require that only a step of an ordinary optimizer waits, and then leaves the state on the host."""
+        assert reads == 0 or any(not self.kinds[turn.number] and turn.calls[1] == "step" for turn in turns)
+        is_usual = not any(self.kinds) and all(turn.calls[1] == "step" and turn.gradient == 1.0 for turn in turns)
+        if is_usual and self.was_plain and is_plain:
             assert type(info.applied) is bool
             assert calls == 0 or info.loss_scale_used != info.loss_scale_after
-        self.was_plain = is_plain and step.event is None
+        self.was_plain = is_usual
 
     def _come_between(self, event):
         scaler = self.scaler
@@ -218,18 +209,18 @@ class _Loop:
     st.lists(STEPS, max_size=8),
 )  # fmt: skip
 def test_random_loops(policy, device, kinds, steps):
-    """Each optimizer moves by its gradient or not at all, and state and outcome are the policy's, bit for bit.
+    """Each optimizer moves by its gradient or not at all, and state and outcome follow the policy, bit for bit.
 
-    On a device only an ordinary optimizer that is stepped or clipped makes the host wait.
+    On a device, only the step of an ordinary optimizer makes the host wait.
     """
     with Emulated("mps"):
         loop = _Loop(policy, device, kinds)
         for step in steps:
-            loop.run(step)
+            loop.run(*step)
 
 
-def test_an_outcome_is_asked_for_an_optimizer_of_its_step():
-    """Another one is an error; a copy of the fields knows of no optimizer, and answers for the step."""
+def test_outcomes_know_their_optimizers():
+    """The outcome has no answer for an optimizer of another step; a copy of the fields answers for the whole step."""
     (param, optimizer), scaler = one(), GradScaler("cpu")
     scaler.scale(param.sum()).backward()
     scaler.step(optimizer)
@@ -239,8 +230,8 @@ def test_an_outcome_is_asked_for_an_optimizer_of_its_step():
         info.applied_of(one()[1])
 
 
-def test_a_read_that_is_refused_decides_nothing():
-    """A second `step` reads the flag again; the overflow is not applied."""
+def test_a_refused_read_decides_nothing():
+    """After a `step` that could not read its flag, a second `step` reads the flag, and skips the overflow."""
     (param, optimizer), scaler = one(), GradScaler("cpu", init_scale=1024.0)
     scaler.scale(param.sum() * INF).backward()
     scaler.unscale_(optimizer)

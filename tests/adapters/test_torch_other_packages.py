@@ -1,6 +1,6 @@
-"""How other packages read, write, patch and override torch's private names: each way works as with torch's scaler.
+"""Uses of torch's private names in other packages, which work as with torch's scaler.
 
-Subclasses, and what is written at any time, are in the random programs of `test_torch_fuzz.py`.
+The random programs of `test_torch_fuzz.py` have other subclasses, and write to the tensors at any time.
 """
 
 from collections import defaultdict
@@ -20,8 +20,8 @@ AGAINST_TORCH = pytest.mark.parametrize("base", [GradScaler, torch.amp.GradScale
 
 
 @AGAINST_TORCH
-def test_the_names_are_there(base):
-    """Those that no random program uses; other code asks for an instance of either class of torch."""
+def test_private_names_of_torch(base):
+    """The scaler has the private names of torch's scaler, and is an instance of both classes of torch."""
     scaler = base("cpu", init_scale=8.0)
     assert isinstance(scaler, torch.amp.GradScaler if base is torch.amp.GradScaler else torch.cuda.amp.GradScaler)
     assert (scaler._init_scale, scaler._init_growth_tracker, scaler._enabled, scaler._device) == (8.0, 0, True, "cpu")
@@ -42,8 +42,8 @@ class _TorchsStep(GradScaler):
 
 @pytest.mark.parametrize("has_torchs_records", [False, True])
 @EITHER_KIND
-def test_a_subclass_with_torchs_step_has_the_outcome_of_its_step(fused, has_torchs_records):
-    """The outcome follows from the flags, also if torch's factory makes the records."""
+def test_a_subclass_with_torchs_step(fused, has_torchs_records):
+    """The outcome of the step follows from its flags, even if a factory of torch makes the records."""
     param, optimizer = one(fused)
     scaler = _TorchsStep("cpu", init_scale=8.0)
     for size in (1.0, INF):
@@ -56,20 +56,20 @@ def test_a_subclass_with_torchs_step_has_the_outcome_of_its_step(fused, has_torc
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_on_a_device_between_step_and_update():
-    """The update continues from what the tensors hold, and a loaded state and a new scale replace it."""
+def test_writes_between_step_and_update():
+    """An update on a device continues from the values in the tensors; a loaded state or a new scale replaces them."""
     with Emulated("mps"):
         (_, optimizer), scaler = one(device="mps"), GradScaler("mps", init_scale=8.0, growth_interval=1)
         saved = scaler.state_dict()
         scaler.place_on("mps")
-        kept = scaler._scale
-        optimizer.register_step_post_hook(lambda *_: kept.fill_(4.0))
+        tensor = scaler._scale
+        optimizer.register_step_post_hook(lambda *_: tensor.fill_(4.0))
         for new_scale, expected in ((None, 8.0), (16.0, 16.0), (None, 8.0)):
             take_step(scaler, optimizer, 1.0, new_scale)
-            assert scaler.get_scale() == kept.item() == expected
-        kept.fill_(4.0)
+            assert scaler.get_scale() == tensor.item() == expected
+        tensor.fill_(4.0)
         scaler.load_state_dict(saved)
-        assert scaler.get_scale() == kept.item() == 8.0
+        assert scaler.get_scale() == tensor.item() == 8.0
 
 
 # -- subclasses and patches --------------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def test_what_is_written_on_a_device_between_step_and_update():
 
 @AGAINST_TORCH
 @pytest.mark.parametrize("clips", [False, True])
-def test_unscaling_that_is_replaced_on_the_instance(base, clips):
-    """As kohya's sd-scripts do in full float16, which let float16 gradients pass."""
+def test_replaced_unscaling(base, clips):
+    """A scaler with another `_unscale_grads_` accepts float16 gradients, as sd-scripts need in full float16."""
     model = torch.nn.Linear(1, 1, bias=False).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = base("cpu", init_scale=8.0)

@@ -76,14 +76,15 @@ def _require_simulated(rows):
     assert [float(row["scale"]) for row in rows] == simulate(POLICY, applied).loss_scale_used.tolist()
 
 
+MODULE = "import sys; print(sys.argv, __name__, __file__, __package__, __spec__.name, sys.path[0]); sys.exit(4)"
 FILES = {
     "syntax.py": "x = (\n",
     "package/__init__.py": "import sys; print(sys.argv)",
-    "package/__main__.py": "import package.module",
-    "package/module.py": "import sys; print(sys.argv, __name__, __file__, __package__, __spec__.name, sys.path[0])",
+    "package/__main__.py": MODULE,
+    "package/module.py": MODULE,
     "broken.py": "import absent",
 }
-PROGRAMS = {"-m package.module -x 1": 0, "-m package -x 1": 0, "-m broken.module": 1, "syntax.py": 1}
+PROGRAMS = {"-m package.module -x 1": 4, "-m package -x 1": 4, "-m broken.module": 1, "syntax.py": 1}
 ENDINGS = {"end": 0, "status": 3, "killed": -15, "error": 1, "hook": 1, "interrupted": -2, "forked": 0}
 ENDINGS |= {"--help": 0, "-x": 2}
 
