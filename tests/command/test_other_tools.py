@@ -149,6 +149,7 @@ REFUSED = {
         ("deepspeed", {"initial_scale_power": -2}, "min_scale=1.0 must not exceed init_scale=0.25"),
         ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "pass one form"),
         ("deepspeed", {"fp16": None}, "'fp16' is not a key of deepspeed"),
+        ("deepspeed", {"enabled": "maybe"}, "enabled='maybe' .* it must be true or false"),
         ("jmp", {}, "no default for loss_scale"),
         ("paddle", {"decr_ratio": 2.0}, "decr_ratio=2.0 .*: backoff_factor=2.0 must be between 0 and 1"),
     ],
@@ -158,6 +159,11 @@ REFUSED = {
         ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": {}}, "holds 2 scalers"),
         ("torch", {"scale": 8.0, "_growth_tracker": -5}, "growth_tracker=-5 .* must be a whole number from 0"),
         ("deepspeed", {**ITERATIONS, "last_overflow_iter": 30, "scale_window": 4}, "cur_iter=3 must be after last_"),
+        (
+            "torch",
+            {"scale": 8.0, "_growth_tracker": 1, "growth_factor": 0.5},
+            "a setting in the checkpoint of torch is inv",
+        ),
         ("deepspeed", ITERATIONS, r"depends on growth_interval, .* pass policy=from_tool\('deepspeed'"),
     ],
 }

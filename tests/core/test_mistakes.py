@@ -161,18 +161,19 @@ MISTAKES = {
             for other in others
         ),
     ],
+    FileNotFoundError: [(as_policy, ("missing.toml",), "No such file or directory: 'missing.toml'")],
     CheckpointError: [
         (state_from_dict, ({"model": {}, "scaler": SAVED},), "has no version, but model, scaler; pass its part 'sc"),
         (state_from_dict, ([],), "is not a saved state"),
         (state_from_dict, ({"version": 1, "steps": 0},), "has no loss_scale, growth"),
         *(
-            (state_from_dict, ({**SAVED, name: value},), f"{name}={repr(value)[:9]} … must be … {rule}")
+            (state_from_dict, ({**SAVED, name: value},), f"{name}={repr(value)[:9]} … must be {rule}")
             for name, rows in ENTRIES.items()
             for value, rule in rows
         ),
         *((restore, (TORCHS,), f"has no version, but scale, … {READS_TORCH}") for restore in (state_from_dict, READ)),
         *(
-            (READ, ({**SAVED_GUARD, "guard": {**SAVED_GUARD["guard"], name: value}},), f"{name}={value}")
+            (READ, ({**SAVED_GUARD, "guard": {**SAVED_GUARD["guard"], name: value}},), f"{name}={value} … must be a")
             for name, value in (("mean", math.nan), ("deviation", -1.0), ("spikes", 1.5))
         ),
         (READ, ({**SAVED_GUARD, "guard": {"deviation": 1.0, "norms": 1, "streak": 0}},), "has no mean, spikes"),
@@ -201,6 +202,7 @@ MISTAKES = {
         (SpikeGuard, {"memory": 0}, "memory=0 must be a whole number from 1"),
         (SpikeGuard, {"warmup": 1.5}, "warmup=1.5 must be a whole number from 1"),
         (SpikeGuard, {"warmup": 0}, "warmup=0 must be a whole number from 1 to 2**24; pass 16"),
+        (SpikeGuard, {"warmup": 2**24 + 1}, "warmup=16777217 must be a whole number from 1 to 2**24"),
         (SpikeGuard, {"max_streak": 0}, "max_streak=0 must be None or a whole number"),
         # Adapters check the numbers that they take in addition to a policy as settings are checked.
         (_set, ("max_norm", math.nan), "max_norm=nan must be a number from 0; pass math.inf not to clip"),

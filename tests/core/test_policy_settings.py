@@ -1,4 +1,4 @@
-"""What a policy accepts, and what it says when it does not."""
+"""The values that a policy accepts as settings; `test_mistakes.py` has the values that it refuses."""
 
 import copy
 import dataclasses
@@ -7,20 +7,22 @@ import pickle
 import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, SpikeGuard
+from lossscale_core.adapters import check_setting
 
 
 def test_numbers_become_plain_python():
-    """NumPy scalars and whole floats are taken for what they are; True is not."""
+    """A setting that is a NumPy scalar or a whole float becomes the Python number of its type."""
     for number in (np.float16, np.float32):  # a comparison of a float16 with 2**126 would warn
         policy = DynamicScaling(init_scale=number(1024), growth_interval=np.int64(7), hysteresis=2.0)
         assert policy == DynamicScaling(init_scale=1024, growth_interval=7, hysteresis=2)
         assert [type(policy.init_scale), type(policy.growth_interval), type(policy.hysteresis)] == [float, int, int]
+    assert check_setting("max_norm", np.array([2])) == 2.0
 
 
 @pytest.mark.parametrize("policy", [NoScaling(), FixedScaling(3.0), DynamicScaling(hysteresis=2)], ids=repr)
 def test_a_policy_is_a_frozen_value(policy):
-    """It can be a dict key, be copied and pickled, and not be changed in place."""
+    """A policy can be a dict key, a copy or a pickle, and cannot be changed in place."""
     assert hash(policy) == hash(pickle.loads(pickle.dumps(policy)))
     assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
     assert isinstance(policy, ScalingPolicy)
@@ -29,7 +31,7 @@ def test_a_policy_is_a_frozen_value(policy):
 
 
 def test_the_defaults_are_an_interface():
-    """Runs depend on them, so they do not change unnoticed; all are keywords, since their order is hard to remember."""
+    """The defaults of `DynamicScaling` stay the same in each release, and each setting is a keyword."""
     factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "hysteresis": 1, "cooldown": 0}
     flags = {"refill_on_finite": True, "refill_on_backoff": False, "max_overflow_streak": None}
     scales = {"init_scale": 65536.0, "min_scale": 1.0, "max_scale": 4294967296.0}
@@ -38,8 +40,8 @@ def test_the_defaults_are_an_interface():
         DynamicScaling(0.5)
 
 
-def test_the_ends_of_each_range_are_in_it():
-    """The bounds are inclusive, and exactly where float32 puts them."""
+def test_a_range_includes_its_ends():
+    """A setting may have the smallest and the largest value of its range, which are exact in float32."""
     ends = {
         "init_scale": (2.0**-126, 2.0**126),
         "growth_factor": (1.0 + 2.0**-23, 2.0**126),
@@ -52,3 +54,4 @@ def test_the_ends_of_each_range_are_in_it():
         for value in values:
             policy = DynamicScaling(**{"min_scale": 2.0**-126, "max_scale": 2.0**126, name: value})
             assert getattr(policy, name) == value
+    assert [SpikeGuard(warmup=count).warmup for count in (1, 2**24)] == [1, 2**24]
