@@ -17,8 +17,8 @@ def _train(name, weight=1e-5, seed=0, steps=300):
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
-    """At the default weight: within a point of float32's accuracy, and unscaled at least ten points below."""
+def test_float16_needs_the_dynamic_scale(seed):
+    """At the default weight, dynamic scaling is within a point of float32's accuracy; float16 alone loses ten."""
     exact, unscaled, dynamic = (
         _train(name, seed=seed) for name in ("float32", "float16, no scaling", "float16, dynamic")
     )
@@ -29,8 +29,8 @@ def test_dynamic_stays_with_float32_where_unscaled_float16_collapses(seed):
     assert abs(dynamic.zero - exact.zero) < 0.1
 
 
-def test_the_demo_does_not_overstate_its_case():
-    """Without a small weight float16 trains without scaling too; a fixed scale serves one weight and not the next."""
+def test_a_large_weight_needs_no_scale():
+    """With a large weight float16 trains without scaling, and a fixed scale fits one small weight but not the next."""
     assert _train("float16, no scaling", 1.0).accuracy > 0.97
     assert _train("float16, fixed 64").accuracy > 0.97
     assert _train("float16, fixed 64", 1e-6).accuracy < 0.8
@@ -47,8 +47,8 @@ def figures(monkeypatch):
     return figures
 
 
-def test_both_panels_of_a_trace_have_its_steps(tmp_path, figures):
-    """A cross at each skipped step, and the norms that are known; norms of 0 have no panel."""
+def test_a_picture_has_the_traces_steps(tmp_path, figures):
+    """A picture has a cross at each skipped step, and a panel of the norms if a norm is known and above 0."""
     for known in (0.0, 1.0):
         rows = [f"{step},{8.0 - step / 2},{step == 3},{'' if step < 5 else known}\n" for step in range(10)]
         (tmp_path / "t.csv").write_text("step,scale,overflowed,norm\n" + "".join(rows))
@@ -62,8 +62,8 @@ def test_both_panels_of_a_trace_have_its_steps(tmp_path, figures):
     assert (steps.get_xdata().tolist(), crosses.get_xydata().tolist()) == ([*range(10)], [[3.0, 6.5]])
 
 
-def test_the_command_leaves_a_table_pictures_and_a_trace(tmp_path):
-    """The trace is one that `simulate` reads: the same policy has the same scales."""
+def test_the_demo_writes_its_results(tmp_path):
+    """The demo prints a table and writes a trace, in which `simulate` finds the scales of the demo's policy."""
     policy = DynamicScaling(init_scale=2.0**44, growth_interval=4, max_scale=2.0**48)
     dump_policy(policy, tmp_path / "policy.toml")
     table, said = succeed("demo", "--steps", 20, "--policy", "policy.toml", "--out", "out/deep", cwd=tmp_path)
@@ -75,8 +75,8 @@ def test_the_command_leaves_a_table_pictures_and_a_trace(tmp_path):
     assert summary["skipped_steps"] > 0
 
 
-def test_the_demo_refuses_a_folder_with_results_before_it_trains(tmp_path):
-    """The demo does not change existing results."""
+def test_the_demo_keeps_existing_results(tmp_path):
+    """The demo refuses a folder with results before it trains."""
     (tmp_path / "trace.csv").write_text("mine")
     assert "trace.csv exists and is not overwritten" in refused(run("demo", "--out", ".", cwd=tmp_path))
     assert (tmp_path / "trace.csv").read_text() == "mine"

@@ -22,8 +22,8 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
-def test_a_disk_that_is_full_leaves_no_stump_and_the_retry_works(folder, command):
-    """A write that fails leaves nothing behind, so that the same command works once the disk has room."""
+def test_a_failed_write_leaves_no_file(folder, command):
+    """A write to a full disk leaves no part of a file, so that the command works once the disk has space."""
     run(*command[:-1], "warm.png" if command[0] == "plot" else "warm.toml", cwd=folder)  # matplotlib writes a cache
     before = sorted(folder.iterdir())
     assert command[-1] in refused(run(*command, cwd=folder, room=29))
@@ -35,7 +35,7 @@ def test_a_disk_that_is_full_leaves_no_stump_and_the_retry_works(folder, command
 @pytest.mark.parametrize("mode", [0o600, 0o444, 0o664])
 @pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
 def test_an_overwritten_file_keeps_its_permissions(folder, command, mode):
-    """A private file stays private, and a shared file stays shared, whatever the umask is."""
+    """An overwritten file keeps its permissions, whatever the umask is."""
     (folder / command[-1]).touch(mode)
     (folder / command[-1]).chmod(mode)
     assert run(*command, "--overwrite", cwd=folder).returncode == 0
@@ -45,7 +45,7 @@ def test_an_overwritten_file_keeps_its_permissions(folder, command, mode):
 @pytest.mark.parametrize("command", WRITERS.values(), ids=WRITERS)
 @pytest.mark.parametrize("target", ["torch.json", "nowhere"])
 def test_no_write_follows_a_link(folder, command, target):
-    """A link in the place of a result is refused, also where it leads nowhere, and its target is left alone."""
+    """The command does not write through a link, even to a file that does not exist."""
     link = folder / command[-1]
     link.symlink_to(folder / target)
     before = (folder / "torch.json").read_text()
@@ -55,8 +55,8 @@ def test_no_write_follows_a_link(folder, command, target):
     assert (folder / "torch.json").read_text() == before
 
 
-def test_dump_policy_replaces_a_link_and_not_its_target(tmp_path):
-    """The link itself is replaced, and its target is not changed."""
+def test_dump_policy_replaces_a_link(tmp_path):
+    """`dump_policy` replaces a link by a file, and does not change the target of the link."""
     target, link = tmp_path / "target.toml", tmp_path / "link.toml"
     dump_policy(FixedScaling(2.0), target)
     link.symlink_to(target)

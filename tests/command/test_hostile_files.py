@@ -62,8 +62,8 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("name", "command", "content", "words"), REFUSED, ids=lambda value: value if type(value) is str else ""
 )
-def test_a_text_is_refused_in_one_sentence(folder, name, command, content, words):
-    """The sentence names the fault; the status is 2, and files are not changed."""
+def test_a_wrong_file_is_refused(folder, name, command, content, words):
+    """The command refuses a wrong file with status 2 and one sentence that names the fault, and changes no file."""
     if content is not None:
         (folder / name).write_bytes(content)
     before = sorted(filter(Path.is_file, folder.rglob("*")))
@@ -73,14 +73,14 @@ def test_a_text_is_refused_in_one_sentence(folder, name, command, content, words
 
 
 @pytest.mark.parametrize("name", ["fifo", "zero"])
-def test_nothing_waits_for_a_fifo_or_reads_a_device(folder, name):
-    """The kind of the file is looked at before its content."""
+def test_a_special_file_is_not_read(folder, name):
+    """The command refuses a FIFO and a device before it reads them."""
     for command, suffix in ((POLICY, "toml"), (CONVERT, "json"), (CHECKPOINT, "json"), (SIMULATE, "csv")):
         assert "pass a regular file" in refused(run(*command.format(f"{name}.{suffix}").split(), cwd=folder))
 
 
-def test_hostile_texts_take_less_than_300_megabytes(folder):
-    """The largest memory of a process that reads them all."""
+def test_hostile_files_take_little_memory(folder):
+    """A process that reads all hostile files needs less than 300 megabytes of memory."""
     program = (
         "import json, re, sys; from tests.command.commanding import run\n"
         "for command in json.loads(sys.argv[1]): run(*command.split())\n"

@@ -13,8 +13,8 @@ def _python(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
 
 
-def test_the_command_without_its_extra_says_what_to_install():
-    """One sentence with the form for a package index and the form for a clone, status 2, no traceback."""
+def test_the_command_names_a_missing_extra():
+    """Without click the command prints one sentence with the commands that install it, and ends with status 2."""
     done = _python("-c", _without("click", "demo"))
     assert done.returncode == 2
     assert done.stderr == (
@@ -25,7 +25,7 @@ def test_the_command_without_its_extra_says_what_to_install():
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_a_full_output_is_named(option):
-    """The output has no path, which the message names instead where a file has one."""
+    """If the standard output is full, the error names it as `stdout`."""
     done = _python("-c", "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n" + _without("", option))
     assert done.returncode == 2
     assert done.stderr.startswith("lossscale: stdout: No space left on device")
@@ -47,8 +47,8 @@ def test_the_version_needs_no_extra():
     assert (f"\nnumpy {np.__version__}\n" in done.stdout, done.stderr) == (True, "")
 
 
-def test_the_cli_extra_is_enough_without_pictures(tmp_path, monkeypatch):
-    """Without the packages for pictures and the demo subcommands work; a picture names the extra it needs."""
+def test_only_pictures_need_more_extras(tmp_path, monkeypatch):
+    """Without matplotlib, threadpoolctl and torch the other subcommands work; `plot` names the extra that it needs."""
     (tmp_path / "t.csv").write_text("step,scale,overflowed\n0,8.0,False\n")
     (tmp_path / "torch.json").write_text('{"init_scale": 8.0, "growth_interval": 5}')
     monkeypatch.chdir(tmp_path)

@@ -34,8 +34,8 @@ OTHERS = {
 
 @EVERYWHERE
 @pytest.mark.parametrize(("policy", "message"), OTHERS.values(), ids=OTHERS)
-def test_another_policy_is_reported_field_by_field(take_over, policy, message):
-    """Each setting that differs, with both values, and none that does not; the counts of steps continue."""
+def test_changed_settings_are_reported(take_over, policy, message):
+    """A warning names each setting that differs, with both values; the counts of steps continue."""
     with pytest.warns(CheckpointWarning, match=message) as told:
         after = take_over(SAVED, policy)(1.0).saved
     assert {Path(each.filename).parents[1].name for each in told} == {"tests"}  # the line that loads the state
@@ -55,8 +55,8 @@ REFUSED = {
 
 @EVERYWHERE
 @pytest.mark.parametrize(("saved", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_a_saved_state_is_refused(take_over, saved, error, message):
-    """A damaged value is named, and the meaning of a later release's format is not guessed."""
+def test_a_damaged_state_is_refused(take_over, saved, error, message):
+    """Each adapter names a damaged value, and refuses the format of a later release."""
     with pytest.raises(error, match=message):
         take_over(saved, POLICY)
 
@@ -66,8 +66,8 @@ def _minimize(optimizer, variable):
 
 
 @pytest.mark.parametrize("mode", [lambda step: step, tf.function(autograph=False)], ids=["eager", "graph"])
-def test_keras_warns_of_an_optimizer_that_continues_alone(tmp_path, mode):
-    """A `tf.train.Checkpoint` of the bare optimizer, restored into a wrapped one; one of the wrapper is silent."""
+def test_keras_misses_a_restored_state(tmp_path, mode):
+    """A wrapper warns if a checkpoint restored the bare optimizer only, but not after its own checkpoint."""
     variable, bare = tf.Variable([1.0, 2.0]), keras.optimizers.Adam()
     for _ in range(3):
         bare.apply_gradients([(tf.ones(2), variable)])
@@ -87,8 +87,8 @@ def test_keras_warns_of_an_optimizer_that_continues_alone(tmp_path, mode):
     assert int(again.scale_state.steps) == 2
 
 
-def test_v1_warns_of_an_optimizer_that_continues_alone():
-    """Eagerly, `global_step` shows it; a graph's `Saver` refuses a checkpoint without the state's variables."""
+def test_v1_misses_a_restored_state():
+    """The v1 wrapper warns if `global_step` shows steps that its own state has not counted."""
     variable, global_step = tf.Variable(1.0), tf.Variable(7, dtype=tf.int64)
     optimizer = lossscale_tf.v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), "dynamic")
     with pytest.warns(CheckpointWarning, match="has taken 7 steps before"):
@@ -96,7 +96,7 @@ def test_v1_warns_of_an_optimizer_that_continues_alone():
 
 
 def test_v1_loads_in_a_graph():
-    """In a session the loading is an operation, and the state is read by running it."""
+    """In a graph, `load_state_dict` returns an operation that loads the state in a session."""
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         optimizer = lossscale_tf.v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), POLICY)
         load = optimizer.load_state_dict(SAVED)
@@ -105,8 +105,8 @@ def test_v1_loads_in_a_graph():
         assert state_to_dict(session.run(optimizer.scale_state), POLICY) == SAVED
 
 
-def test_jax_loads_a_state_however_deep():
-    """Nested in an optimizer state, where its arrays are; another kind of policy is refused."""
+def test_jax_loads_a_nested_state():
+    """A state is loaded into a nested optimizer state; a state with other fields is refused."""
     optimizer, params = lossscale_jax.loss_scaled(optax.sgd(0.1), POLICY), jnp.ones(2)
     nested = {"ema": (params, [optimizer.init(params)])}
     loaded = lossscale_jax.load_scale_state(nested, SAVED, POLICY)

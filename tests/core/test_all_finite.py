@@ -25,7 +25,7 @@ def _peak_bytes(array):
 @pytest.mark.parametrize("dtype", [np.longdouble, ">f2", ">f4", ">f8", ">c8"], ids=str)
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_every_position_is_seen(dtype, bad):
-    """Also of dtypes that no framework has; the largest numbers are finite, though their squares overflow."""
+    """`all_finite` finds one bad element at every position, in NumPy's own dtypes too; the largest numbers pass."""
     largest = np.finfo(np.dtype(dtype)).max
     good = np.array([largest, -largest, 0.0, -0.0, 1e-7, -1.0] * 4, dtype=dtype)
     assert all_finite([good])
@@ -43,8 +43,8 @@ def test_every_position_is_seen(dtype, bad):
     ),
     st.data(),
 )
-def test_agrees_with_isfinite_on_any_view(array, data):
-    """Any bits, any shape, any strides, also where nothing may be written: the answer is NumPy's own, an np.bool_."""
+def test_all_finite_agrees_with_isfinite(array, data):
+    """For any bits, shape and strides, `all_finite` returns the `np.bool_` of NumPy's `isfinite(...).all()`."""
     array.flags.writeable = False
     view = array.T if data.draw(st.booleans()) else array
     view = view[data.draw(hnp.basic_indices(view.shape))] if view.ndim else view
@@ -55,8 +55,8 @@ def test_agrees_with_isfinite_on_any_view(array, data):
     "dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ">f4", np.complex64, np.clongdouble], ids=str
 )
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed", "unaligned"])
-def test_allocates_at_most_one_mebibyte(dtype, layout):
-    """Four million numbers are checked within a mebibyte, whatever the dtype and the layout."""
+def test_all_finite_needs_little_memory(dtype, layout):
+    """`all_finite` checks four million numbers of any dtype and layout within a mebibyte."""
     array = np.ones((2000, 2000), dtype=dtype)
     if layout == "unaligned":
         array = np.frombuffer(b"\0" + array.tobytes(), dtype, offset=1).reshape(array.shape)

@@ -20,13 +20,14 @@ COUNT = itertools.count()
 
 @settings(max_examples=100 if IS_SWEEP else 5)
 @given(policies())
-def test_the_librarys_policies_pass_with_any_settings(policy):
+def test_the_librarys_policies_pass(policy):
+    """The library's policies pass `check_policy` with any settings."""
     check_policy(policy)
 
 
 @pytest.mark.parametrize("first", [np.int32(3), np.float32(3.5)])
-def test_a_field_of_the_users_may_be_negative(first):
-    """A checkpoint holds whatever the policy counts."""
+def test_an_own_field_may_be_negative(first):
+    """A policy's own field may have any finite value, because a checkpoint stores it as it is."""
     check_policy(_own("balance", first))
 
 
@@ -93,7 +94,8 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("policy", RIGHT)
-def test_right_policies_pass(policy):
+def test_a_right_policy_passes(policy):
+    """`check_policy` accepts a policy that keeps the rules, at the ends of the ranges too."""
     check_policy(policy)
 
 
@@ -175,15 +177,16 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("policy", "sentence"), BROKEN)
-def test_a_wrong_policy_is_told_the_field_and_the_step(policy, sentence):
+def test_a_wrong_policy_is_explained(policy, sentence):
+    """`check_policy` names the field of a wrong policy, and the step at which the field breaks a rule."""
     with pytest.raises(AssertionError) as caught:
         check_policy(policy)
     assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize("convert", [lambda count: count, np.asarray])
-def test_saturating_increment_stops_at_the_largest_count(convert):
-    """Over the whole of int32, for a tracker is negative while a cooldown lasts; it keeps the dtype."""
+def test_a_count_stops_at_its_largest(convert):
+    """`saturating_increment` adds 1 to any int32 except the largest, and keeps the dtype."""
     for count in (-(2**31), -(2**31) + 1, -(2**31) + 2, -3, -1, 0, 7, 2**31 - 2, 2**31 - 1):
         after = min(count + 1, 2**31 - 1)
         more = saturating_increment(convert(np.int32(count)))

@@ -32,8 +32,8 @@ def test_saving_and_restoring_changes_nothing(policy, trace, cut):
 
 
 @pytest.mark.parametrize("xp", [np, array_api_strict])
-def test_the_dict_is_plain_and_the_same_for_every_namespace(xp):
-    """Plain Python numbers under a version and the state's names."""
+def test_a_saved_state_is_plain(xp):
+    """A saved state has a version and plain numbers, the same for each array namespace."""
     policy = DynamicScaling()
     entries = state_to_dict(init_state(policy, xp=xp))
     assert entries == state_to_dict(policy.init_state())
@@ -44,7 +44,7 @@ def test_the_dict_is_plain_and_the_same_for_every_namespace(xp):
 
 @pytest.mark.parametrize("convert", [np.asarray, array_api_strict.asarray, lambda value: np.asarray(value)[()]])
 def test_arrays_of_no_dimension_are_numbers(convert, tmp_path):
-    """As formats that hold arrays alone return what was saved: `.npz`, safetensors; of more dimensions not."""
+    """A saved entry may be an array of shape (), as from `.npz` or safetensors, but not an array of another shape."""
     state = DynamicScaling().update(DynamicScaling().init_state(), False)
     entries = {name: convert(value) for name, value in state_to_dict(state).items()}
     assert state_from_dict(entries) == state
@@ -66,14 +66,14 @@ def test_arrays_of_no_dimension_are_numbers(convert, tmp_path):
         *((1e-40, None, 2.0**-126), (2.0**127, None, 2.0**126), (1e300, None, 2.0**126)),
     ],
 )
-def test_a_scale_the_policy_never_has_is_brought_within_its_bounds(before, policy, scale):
-    """A fixed scale stays as it was chosen, for any saved scale; a warning names the change."""
+def test_a_loaded_scale_is_clamped(before, policy, scale):
+    """A loaded scale outside the policy's bounds becomes the nearest bound, with a warning."""
     with pytest.warns(CheckpointWarning, match=r"loss_scale was .* and becomes"):
         assert float(state_from_dict({**SAVED, "loss_scale": before}, policy).loss_scale) == scale
 
 
-def test_a_policy_without_a_config_saves_and_restores_its_state():
-    """A config saved by another policy does not stand in its way."""
+def test_a_bare_policy_restores_its_state():
+    """A policy without a config restores its state, also if another policy's config was saved with it."""
     own = BareAdditiveScaling()
     state = own.update(own.init_state(), False)
     entries = state_to_dict(state, own)
@@ -83,8 +83,8 @@ def test_a_policy_without_a_config_saves_and_restores_its_state():
         assert state_from_dict({**entries, "policy": {"kind": "dynamic"}}, own) == state
 
 
-def test_another_kind_of_policy_starts_its_own_trackers():
-    """The scale and the counters continue; a tracker that was never saved begins, and a warning says so."""
+def test_another_policy_starts_its_trackers():
+    """The scale and the counts continue under another kind of policy; its own trackers start, with a warning."""
     fixed = FixedScaling(64.0)
     entries = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
     with pytest.warns(CheckpointWarning, match=r"kind was 'fixed' and is 'additive'.* additions starts at 0\.0"):
@@ -92,8 +92,8 @@ def test_another_kind_of_policy_starts_its_own_trackers():
     assert (float(state.loss_scale), int(state.steps), float(state.additions)) == (64.0, 1, 0.0)
 
 
-def test_a_saved_policy_that_cannot_be_read_is_a_warning():
-    """A policy of a later release does not stand in the way of its state, and trackers of the same kind continue."""
+def test_an_unknown_saved_policy_causes_warnings():
+    """A saved policy of a later release causes a warning, and trackers of the same kind continue."""
     for kind, tracker in (("clever", 0), ("dynamic", 7)):
         policy = {"kind": kind, "a_later_setting": 1}
         with pytest.warns(CheckpointWarning, match="cannot be compared"):

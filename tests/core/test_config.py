@@ -25,7 +25,7 @@ EACH = policies(*LIBRARY_KINDS, AdditiveScaling.kind)
 
 @given(EACH)
 def test_a_dict_round_trip_is_exact(policy):
-    """Every field comes back to the last bit, of a policy of the user's own, too; and the dict is plain."""
+    """`policy_from_dict` returns the policy that `policy_to_dict` wrote as plain values, equal in every field."""
     config = policy_to_dict(policy)
     assert policy_from_dict(config) == as_policy(config) == policy
     assert json.loads(json.dumps(config)) == policy_to_dict(policy)
@@ -33,7 +33,7 @@ def test_a_dict_round_trip_is_exact(policy):
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
 def test_a_file_round_trip_is_exact(tmp_path, suffix):
-    """What dump_policy writes, load_policy reads back, equal in every field."""
+    """`load_policy` returns the policy that `dump_policy` wrote, equal in every field."""
 
     @given(EACH)
     @settings(max_examples=60)
@@ -45,8 +45,8 @@ def test_a_file_round_trip_is_exact(tmp_path, suffix):
     round_trip()
 
 
-def test_as_policy():
-    """Everything a facade takes as `policy=`; None means the default of a setting that may be None."""
+def test_as_policy_accepts_each_source():
+    """`as_policy` accepts a policy, a word, a number and a dict, in which None is a default."""
     policy = DynamicScaling(hysteresis=2)
     assert as_policy(policy) is policy
     for source in ("dynamic", {"kind": "dynamic"}, {"kind": "dynamic", "max_overflow_streak": None}):
@@ -55,7 +55,7 @@ def test_as_policy():
     assert [*map(as_policy, sources)] == [NoScaling(), *map(FixedScaling, (1024.0, 0.5, 2.0))]
 
 
-def test_an_error_of_a_file_begins_with_its_path(tmp_path):
+def test_an_error_names_its_file(tmp_path):
     """`load_policy` and `policy_from_dict` raise the same sentence, to which `load_policy` adds the path."""
     path = tmp_path / "config.json"
     path.write_text('{"kind": "dynamik"}')

@@ -28,8 +28,8 @@ def _with(**wrong):
 # array-api-strict computes with NumPy, which warns when a large growth_factor makes an infinite product.
 @pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")
 @pytest.mark.parametrize("adapter", CORE, ids=str)
-def test_the_cores_own_verbs_conform(adapter):
-    """On host scalars, NumPy and a strict namespace."""
+def test_the_cores_verbs_conform(adapter):
+    """The core's verbs pass the suite on host scalars, NumPy arrays and a strict array namespace."""
     conformance.check(adapter)
 
 
@@ -65,6 +65,6 @@ WRONG = {
 
 @pytest.mark.parametrize(("wrong", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_adapters_are_caught(wrong, words):
-    """The failure says which rule was broken, how it ran, and with which value."""
+    """The suite names the rule that a wrong adapter breaks, how the check ran, and the value."""
     with pytest.raises(AssertionError, match=words):
         conformance.check(_with(**wrong))

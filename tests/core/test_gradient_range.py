@@ -30,8 +30,8 @@ def test_the_limit_is_exact():
     assert str(result).startswith(f"finite up to a loss scale of 2**{int(np.log2(result.overflows_above))}; above it ")
 
 
-def test_what_flushes_to_zero_without_a_scale():
-    """The share of each gradient that is lost at a scale of 1."""
+def test_flushed_gradients_are_counted():
+    """`flushed` holds the share of each gradient that is zero at a scale of 1 only."""
     result = gradient_range(lambda scale: _grads_at(scale, 1e-7))
     before, after = _grads_at(1.0, 1e-7), _grads_at(result.overflows_above, 1e-7)
     lost = {name: ((before[name] == 0) & (after[name] != 0)).mean() for name in before}
@@ -41,8 +41,8 @@ def test_what_flushes_to_zero_without_a_scale():
 
 
 @pytest.mark.parametrize("added", [1e-3, 10.0])
-def test_a_gradient_that_misses_the_scale_is_named(added):
-    """However small it is compared with the scaled one."""
+def test_an_unscaled_gradient_is_named(added):
+    """`unscaled` names a gradient that does not grow with the scale, however small it is."""
     result = gradient_range(lambda scale: _grads_at(scale, added=added))
     assert result.unscaled == ["first"]
     assert str(result).endswith("not multiplied by the loss scale: first")
@@ -56,15 +56,15 @@ def test_a_gradient_that_misses_the_scale_is_named(added):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_no_scale_helps(bad):
-    """The parameter is named that is not finite at any scale."""
+def test_a_gradient_without_scale_is_named(bad):
+    """`first_overflow` names a parameter if its gradient is not finite at any scale."""
     result = gradient_range(lambda scale: {"fine": np.ones(2), "bad": np.array([scale, bad])})
     assert result == (0.0, "bad", {}, [])
     assert str(result) == "bad is not finite at any loss scale: look at the inputs and the forward pass"
 
 
-def test_float32_has_no_limit_here():
-    """2**40 is the largest scale that is tried, of any dtype or empty; about ten backward passes are enough."""
+def test_the_largest_tried_scale():
+    """The largest scale that `gradient_range` tries is 2**40, and it needs at most twelve backward passes."""
     scales = []
 
     def grads_at(scale):

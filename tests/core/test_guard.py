@@ -38,13 +38,13 @@ CALM = {"no change": np.ones(10_000), "slow growth, a hundredfold": np.geomspace
 @pytest.mark.parametrize("name", CALM)
 @pytest.mark.parametrize("seed", range(5))
 def test_healthy_norms_are_accepted(name, seed):
-    """Log-normal norms of sigma 0.3 have no false spike; nor has growth, nor a fall: the guard is one-sided."""
+    """A guard accepts log-normal norms of sigma 0.3, also while they grow slowly or fall."""
     assert _judged(_log_normal(len(CALM[name]), seed) * CALM[name])[0].all()
 
 
 @pytest.mark.parametrize(("times", "most"), [(5, 30), (10, 35), (100, 35), (1e6, 50), (1e20, 80)])
-def test_a_lasting_change_of_level_is_learnt(times, most):
-    """A jump for good is refused for a while, and then accepted for good: the guard never gets stuck."""
+def test_a_new_level_is_learnt(times, most):
+    """After a lasting jump of the norms a guard refuses some norms, and then accepts all."""
     norms = _log_normal(1000, 2)
     norms[500:] *= times
     accepted, _ = _judged(norms)
@@ -55,14 +55,14 @@ def test_a_lasting_change_of_level_is_learnt(times, most):
 
 
 def test_the_first_norms_are_accepted():
-    """Within the warm-up any finite norm is, however large."""
+    """During the warm-up a guard accepts any finite norm."""
     accepted, _ = _judged([1.0, 1e6, *[1.0] * 14, 1e9])
     assert accepted.tolist() == [True] * 16 + [False]
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, 1e300])
-def test_norms_that_are_not_finite_are_refused_and_forgotten(norm):
-    """They leave the state as it was, from the first step on; so does what float32 cannot hold."""
+def test_infinite_norms_change_no_state(norm):
+    """A guard refuses a norm that is not finite in float32, and keeps its state."""
     for norms in ([], _log_normal(50, 0)):
         _, before = _judged(norms)
         accepted, after = SpikeGuard().check(before, norm)
@@ -73,7 +73,7 @@ def test_norms_that_are_not_finite_are_refused_and_forgotten(norm):
 @given(NORMS)
 @example([1.0] * 12 + [1e30] * 6)  # a streak in which the weight grows
 def test_a_spike_counts_as_the_limit(norms):
-    """The state is as after the norms that are accepted and, for each spike, the limit; the mean is one of them."""
+    """A guard's statistics include each accepted norm, and the limit in place of each spike."""
     guard = SpikeGuard(warmup=3, memory=8)
     state = guard.init_state()
     for norm in norms:
@@ -103,8 +103,8 @@ def test_a_spike_counts_as_the_limit(norms):
         state = after
 
 
-def test_the_state_goes_through_a_checkpoint():
-    """Saved next to the policy's state as plain numbers, and restored bit for bit."""
+def test_a_guards_state_is_saved():
+    """A guard's state is saved in the entry `guard` as plain numbers, and restored bit for bit."""
     _, state = _judged(_log_normal(77, 4) * np.where(np.arange(77) % 30 == 29, 50, 1))
     entries = json.loads(json.dumps(state_to_dict(DynamicScaling().init_state(), guard=state)))
     assert list(entries["guard"]) == ["mean", "deviation", "norms", "spikes", "streak"]
@@ -113,7 +113,7 @@ def test_the_state_goes_through_a_checkpoint():
 
 
 def test_simulate_checks_recorded_norms():
-    """A spike skips the step and moves no counter of the policy; an overflow is never checked."""
+    """In `simulate` a spike skips the step and changes no counter of the policy; an overflow is not a spike."""
     flags = [step not in (20, 30) for step in range(40)]
     norms = [100.0 if step in (25, 30) else 1.0 for step in range(40)]
     trace = simulate(DynamicScaling(growth_interval=10), flags, norms=norms, guard=SpikeGuard())
@@ -125,8 +125,8 @@ def test_simulate_checks_recorded_norms():
     assert trace.steps[-1] == 39
 
 
-def test_a_streak_raises_where_a_limit_is_set():
-    """The error names the mean."""
+def test_a_limit_on_spikes_raises():
+    """`check_limits` raises after `max_streak` spikes in a row, and the error names the mean norm."""
     guard = SpikeGuard(max_streak=3)
     _, state = _judged([2.0] * 20 + [100.0] * 2, guard)
     check_limits("none", None, guard=guard, guard_state=state)
@@ -136,8 +136,8 @@ def test_a_streak_raises_where_a_limit_is_set():
     check_limits("none", None, guard=SpikeGuard(), guard_state=state)
 
 
-def test_the_diagnosis_and_the_metrics_include_spikes():
-    """Nothing without a spike, a count with one, and a remedy within a streak."""
+def test_a_diagnosis_includes_spikes():
+    """A diagnosis and metrics include a guard's spikes; within a streak the diagnosis has a remedy."""
     policy = DynamicScaling()
     state = policy.update(policy.init_state(), True)
     assert diagnose(policy, state, guard=SpikeGuard().init_state()) == diagnose(policy, state)
@@ -156,5 +156,5 @@ def test_the_diagnosis_and_the_metrics_include_spikes():
     [(0.0, 2.0, 1.0), (1.5, 2.0, 1.0), (3.0, 2.0, 1.5), (math.inf, 2.0, math.inf), (3.0, 1e300, 1.0)],
 )
 def test_the_divisor_that_clips(norm, max_norm, divisor):
-    """1 up to the largest norm allowed, which may be beyond float32."""
+    """`clip_divisor` is 1 up to the largest accepted norm, and the quotient of both norms above."""
     assert clip_divisor(np.float32(norm), max_norm, xp=np) == divisor

@@ -17,21 +17,21 @@ def _printed_by(code):
     return done.stdout
 
 
-def test_importing_the_core_leaves_out_what_training_does_not_need():
-    """No framework, not even where it is installed; test helpers, other tools' tables and logging at first use."""
+def test_the_core_imports_little():
+    """`import lossscale_core` imports no framework, test helper, table of other tools or logging."""
     code = "import numpy, sys; before = {*sys.modules}; import lossscale_core; print(*({*sys.modules} - before))"
     assert not (FRAMEWORKS | EXTRAS | LATE) & {*_printed_by(code).split()}
 
 
-def test_a_name_that_the_core_lacks_is_an_attribute_error():
-    """`testing` is imported at its first use; another name that is not public raises `AttributeError`."""
+def test_an_unknown_name_raises_attributeerror():
+    """`lossscale_core.testing` is imported at its first use; an unknown name raises `AttributeError`."""
     assert lossscale_core.testing.simulate
     with pytest.raises(AttributeError, match="module 'lossscale_core' has no attribute 'nothing'"):
         _ = lossscale_core.nothing
 
 
 def test_reading_other_tools_loads_no_framework():
-    """Their configs and checkpoints are plain dicts."""
+    """`from_tool` and `state_from_tool` import no framework."""
     loaded = _printed_by(
         "import sys, lossscale as ls; p = ls.from_tool('torch', {}); "
         "ls.state_from_tool('jmp', {'loss_scale': 8.0, 'counter': 1}, p); print(*sys.modules)"

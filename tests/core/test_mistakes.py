@@ -234,8 +234,8 @@ PASSED = ["lossscale", "lossscale_core", "lossscale_jax", "lossscale_keras", "lo
 
 
 @pytest.mark.parametrize("package", [*PASSED, "jax", "keras", "tensorflow", "tf_keras", "torch"])
-def test_a_warning_points_at_the_line_of_the_program(package):
-    """Functions of libraries between the program and an adapter that warns are looked past."""
+def test_a_warning_points_at_the_program(package):
+    """`warn_caller` names the line of the program, not a line of a library between the program and the adapter."""
     adapter = {"__name__": "an_adapter.loops", "warn_caller": warn_caller, "Told": CheckpointWarning}
     exec("def load(): warn_caller('The scale starts over', Told, packages=['an_adapter'])", adapter)
     library = {"__name__": f"{package}.framework.ops", "load": adapter["load"]}

@@ -15,15 +15,15 @@ SCALES = [1024.0, 1088.0, 544.0, 544.0, 608.0, 608.0, 672.0]
 
 
 @pytest.mark.parametrize("policy", [AdditiveScaling(), BareAdditiveScaling()], ids=["derived", "bare"])
-def test_it_is_simulated(policy):
-    """The trace has its scales, and a column for the counter of its own."""
+def test_an_own_policy_is_simulated(policy):
+    """A trace has the scales of a user's policy, and a column for the policy's own counter."""
     trace = simulate(policy, RUN)
     assert trace.loss_scale_after.tolist() == SCALES
     assert trace.additions.tolist() == [0, 1, 1, 1, 2, 2, 3]
 
 
-def test_every_member_of_a_bare_policy_has_a_default():
-    """A view fills in what it lacks, and shows what it has."""
+def test_a_bare_policys_members_have_defaults():
+    """`BaseScaling.of` returns a view with the members of a bare policy, and defaults for the other members."""
     policy = BareAdditiveScaling()
     assert as_policy(policy) is policy
     members = BaseScaling.of(policy)
@@ -42,8 +42,8 @@ class Registered:
         cls.names.append(cls.__name__)
 
 
-def test_a_subclass_without_a_kind_has_no_config():
-    """A policy may change the rule of its base class; a second base class also gets `__init_subclass__`."""
+def test_a_derived_policy_has_no_config():
+    """A subclass without a `kind` of its own has no config; a second base class also gets `__init_subclass__`."""
 
     @dataclasses.dataclass(frozen=True)
     class Eager(DynamicScaling, Registered):
@@ -55,8 +55,8 @@ def test_a_subclass_without_a_kind_has_no_config():
     assert Registered.names == ["Eager"]
 
 
-def test_a_setting_is_a_number_or_a_flag():
-    """Its declared type is its rule, and another type than float, int and bool is refused."""
+def test_a_setting_has_its_types_rule():
+    """The declared type of a setting is its rule, and a type other than float, int and bool is refused."""
 
     @dataclasses.dataclass(frozen=True)
     class Weighted(BaseScaling):

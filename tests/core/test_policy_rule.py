@@ -83,8 +83,8 @@ SMALL_POLICIES = [
 
 
 @pytest.mark.parametrize("policy", SMALL_POLICIES, ids=repr)
-def test_agrees_with_the_model_on_every_trace_of_twelve_steps(policy):
-    """All 8190 traces of up to twelve steps, walked as a tree."""
+def test_short_runs_agree_with_the_model(policy):
+    """A policy agrees with the model on all 8190 runs of up to twelve steps."""
     level = [(policy.init_state(), _start(policy))]
     for _ in range(12):
         level = [
@@ -98,8 +98,8 @@ def test_agrees_with_the_model_on_every_trace_of_twelve_steps(policy):
 
 
 @given(policies(), overflow_traces())
-def test_agrees_with_the_model_on_long_traces(policy, trace):
-    """Any valid policy, powers of two or not, follows the model bit for bit."""
+def test_long_runs_agree_with_the_model(policy, trace):
+    """A policy with any valid settings agrees with the model bit for bit."""
     state, model = policy.init_state(), _start(policy)
     for finite in trace:
         state, model = policy.update(state, finite), _step(policy, model, finite)
@@ -108,15 +108,15 @@ def test_agrees_with_the_model_on_long_traces(policy, trace):
 
 @pytest.mark.parametrize("tracker", [10, FULL])
 def test_a_tracker_beyond_the_interval_grows(tracker):
-    """As after the interval was lowered in mid-run: on the next finite step, without a wait for equality."""
+    """A tracker beyond a lowered interval causes growth at the next finite step."""
     state = DynamicScaling().init_state()._replace(growth_tracker=np.int32(tracker))
     after = DynamicScaling(growth_interval=5).update(state, True)
     assert (float(after.loss_scale), int(after.growth_tracker)) == (2.0**17, 0)
 
 
 @pytest.mark.parametrize("factor", [2.0, 4.0, 1000.0, 2.0**126])
-def test_growth_at_the_top_neither_overflows_nor_warns(factor):
-    """A product beyond float32 is never formed, whatever the factor: bounded scales stay bounded, silently."""
+def test_growth_at_the_bound_is_silent(factor):
+    """Growth at the upper bound keeps the scale there, without an overflow or a warning of NumPy."""
     for bound in (2.0**-126, 1.0, 2.0**126):
         policy = DynamicScaling(
             init_scale=bound, growth_factor=factor, growth_interval=1, min_scale=2.0**-126, max_scale=bound

@@ -86,15 +86,15 @@ def _after(policy, runs):
 
 
 @pytest.mark.parametrize(("policy", "runs", "pattern"), DIAGNOSES)
-def test_a_diagnosis_names_the_cause_and_what_to_do(policy, runs, pattern):
-    """One to three sentences that begin with the verdict; each advice only where it can help."""
+def test_a_diagnosis_names_the_cause(policy, runs, pattern):
+    """A diagnosis has the verdict first, and an advice only if the advice can help; it has at most two sentences."""
     text = diagnose(policy, _after(policy, runs))
     assert re.fullmatch(pattern, text), text
     assert text.count(". ") <= 1
 
 
-def test_the_verdict_on_gradients_says_usually():
-    """Without an infinity, NaN may be there at each scale."""
+def test_an_overflow_report_has_a_verdict():
+    """A report counts NaN and infinities per parameter, and its verdict says whether a smaller scale helps."""
     inf, nan = ("a", np.array([np.nan, -2.0, np.inf])), ("b", np.full((3, 1), np.nan, np.float16))
     assert list(OverflowReport([inf, nan])) == [GradientReport("a", 1, 1, 0, 2.0), GradientReport("b", 3, 0, 0, 0.0)]
     parts = np.array([complex(np.inf, 1.0), complex(-3.0, -np.inf)], np.complex64)
@@ -113,8 +113,8 @@ def test_the_verdict_on_gradients_says_usually():
     assert OverflowReport([nan]).verdict == "pass loss= to learn whether the scale or the loss is the cause"
 
 
-def test_metrics_have_stable_names_and_on_the_host_plain_numbers():
-    """`json.dumps` takes them; arrays of other namespaces stay arrays."""
+def test_metrics_have_stable_names():
+    """Metrics have stable names; their values are plain numbers on the host, and arrays elsewhere."""
     numbers = metrics(_after(DynamicScaling(), "1T 1F 1T"), guard=SpikeGuard().init_state())
     names = "loss_scale growth_tracker hysteresis_tracker steps skipped_steps overflow_streak applied_steps"
     assert " ".join(numbers) == f"{names} spikes spike_streak norm_mean"
@@ -125,15 +125,15 @@ def test_metrics_have_stable_names_and_on_the_host_plain_numbers():
     assert metrics(init_state(DynamicScaling(), xp=array_api_strict))["steps"].dtype == array_api_strict.int32
 
 
-def test_a_scale_no_policy_reaches_is_called_broken():
-    """A corrupted state is answered, not crashed on."""
+def test_an_impossible_scale_is_broken():
+    """`diagnose` calls a state with a scale that no policy reaches broken."""
     for scale in (0.0, -1.0, float("nan"), float("inf"), 1e-40):
         state = _after(DynamicScaling(), "1T 1F")._replace(loss_scale=np.float32(scale))
         assert diagnose(DynamicScaling(), state).startswith("broken")
 
 
-def test_the_overflow_streak_is_limited_by_the_policy(tmp_path):
-    """The error comes with the limit's last overflow; a path, a dict, a word or a number stand for a policy."""
+def test_the_policy_limits_a_streak(tmp_path):
+    """`check_limits` raises at `max_overflow_streak` overflows in a row, for each source of a policy."""
     policy = DynamicScaling(max_overflow_streak=3)
     dump_policy(policy, tmp_path / "p.toml")
     state, full = _after(policy, "3F"), policy.init_state()._replace(overflow_streak=FULL)
@@ -153,8 +153,8 @@ def test_the_overflow_streak_is_limited_by_the_policy(tmp_path):
 @pytest.mark.parametrize("xp", [None, np, array_api_strict])
 @pytest.mark.parametrize("streak", [0, 3, FULL])
 @pytest.mark.parametrize("finite", [True, False])
-def test_a_step_info_is_true_if_and_only_if_the_step_was_applied(xp, streak, finite):
-    """A NamedTuple of its own would always be true; and it is known if `skipped_steps` counts no further."""
+def test_an_applied_step_is_true(xp, streak, finite):
+    """A `StepInfo` is true if and only if the step was applied, also if the counters are full."""
     assert StepInfo(finite, 1.0, 1.0, streak)[4:] == (False, False)  # where it is left out
     policy = DynamicScaling()
     before = policy.init_state()._replace(steps=FULL, skipped_steps=FULL, overflow_streak=np.int32(streak))

@@ -59,8 +59,8 @@ class _Run:
 
 
 @INTERVALS
-def test_a_healthy_run_is_never_called_a_problem(number, every, caplog):
-    """A run is healthy if some loss scale fits its gradients. It calibrates before its fifth applied step only."""
+def test_a_healthy_run_causes_no_alarm(number, every, caplog):
+    """No verdict is a problem while some loss scale fits the gradients; a run calibrates before its fifth step only."""
     for seed in range(RUNS):
         run = _Run([number, seed], caplog)
         for step in range(run.random.choice([60, 400, 3000])):

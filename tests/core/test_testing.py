@@ -10,8 +10,8 @@ from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState
 from lossscale_core.testing import LARGEST_NUMBER, Trace, loops, simulate, simulate_gradients
 
 
-def test_simulate_has_a_row_a_step_and_a_column_a_tracker():
-    """Arrays of shape (steps,), with the state's dtypes; the trackers are those after the step."""
+def test_a_trace_has_columns_per_step():
+    """`simulate` returns arrays of shape (steps,) with the state's dtypes and the trackers after each step."""
     trace = simulate(DynamicScaling(growth_interval=3), [True, True, True, False])
     assert isinstance(trace, Trace)
     np.testing.assert_array_equal(trace.loss_scale_used, [2**16, 2**16, 2**16, 2**17])
@@ -23,16 +23,16 @@ def test_simulate_has_a_row_a_step_and_a_column_a_tracker():
     assert trace._fields == ("loss_scale_used", "loss_scale_after", "skipped", *ScaleState._fields[1:])
 
 
-def test_simulate_takes_what_as_policy_takes():
-    """And any iterable of flags, none at all included."""
+def test_simulate_accepts_any_policy_source():
+    """`simulate` accepts each source of a policy and any iterable of flags, also an empty one."""
     assert simulate("none", np.array([True, False])).skipped.tolist() == [False, True]
     assert simulate(128, iter([True])).loss_scale_used.tolist() == [128.0]
     empty = simulate("dynamic", [])
     assert all(column.shape == (0,) for column in empty)
 
 
-def test_simulate_gradients_overflows_beyond_the_largest_number():
-    """scale × max |gradient| may reach the dtype's largest number and no further."""
+def test_simulated_gradients_overflow():
+    """In `simulate_gradients` a step overflows if scale × max |gradient| is above the dtype's largest number."""
     trace = simulate_gradients(FixedScaling(2.0), [65504.0 / 2, 32760.0, 40000.0, np.nan, np.inf, 0.0])
     assert trace.skipped.tolist() == [False, True, True, True, True, False]
     assert simulate_gradients(NoScaling(), [1e38], "bfloat16").skipped.tolist() == [False]
@@ -41,8 +41,8 @@ def test_simulate_gradients_overflows_beyond_the_largest_number():
     assert simulate_gradients(FixedScaling(4.0), [1e308, np.inf], "float64").skipped.tolist() == [True, True]
 
 
-def test_the_largest_numbers_are_those_of_the_dtypes():
-    """To the last bit, as NumPy and ml_dtypes have them."""
+def test_each_dtypes_largest_number():
+    """`LARGEST_NUMBER` has the largest number of each dtype of NumPy and ml_dtypes."""
     for name, largest in LARGEST_NUMBER.items():
         finfo = ml_dtypes.finfo(name) if name == "bfloat16" else np.finfo(name)
         assert largest == float(finfo.max)
@@ -59,6 +59,6 @@ def test_the_largest_numbers_are_those_of_the_dtypes():
         *((1, 1.0, False), (np.ones(()), 1.0, False), ("relu", "gelu", False)),
     ],
 )
-def test_values_that_are_the_same(a, b, is_same):
-    """Arrays by shape, dtype and bits, other values by type and value; NaN is the same as NaN."""
+def test_same_compares_bits_and_types(a, b, is_same):
+    """`same` compares arrays by shape, dtype and bits, and other values by type and value; NaN equals NaN."""
     assert loops.same(a, b) is loops.same(b, a) is is_same

@@ -35,20 +35,23 @@ def example():
         ({"tolerance": 0.0, "growth_interval": 1, "max_scale": 16.0}, "0011111", [16, 16, 8, 4, 2, 1, 1]),
     ],
 )
-def test_the_share_of_overflows_decides_within_the_bounds(example, settings, overflows, scales):
+def test_the_share_of_overflows_decides(example, settings, overflows, scales):
+    """The scale falls if the share of overflows exceeds the tolerance, within the bounds."""
     policy = example.TolerantScaling(init_scale=8.0, **settings)
     assert simulate(policy, [flag == "0" for flag in overflows]).loss_scale_after.tolist() == scales
 
 
 @pytest.mark.parametrize(("tolerance", "growth_interval"), [(0.0, 1), (0.05, 4), (0.5, 2000)])
-def test_it_keeps_the_rules_of_policies(example, tolerance, growth_interval):
+def test_the_example_is_a_policy(example, tolerance, growth_interval):
+    """The example passes `check_policy`, and refuses a tolerance outside 0 to 1."""
     check_policy(example.TolerantScaling(tolerance=tolerance, growth_interval=growth_interval))
     for share in (-0.1, 1.5):
         with pytest.raises(PolicyError, match="from 0 to 1"):
             example.TolerantScaling(tolerance=share)
 
 
-def test_it_runs_as_a_program(example, capsys):
+def test_the_example_is_a_program(example, capsys):
+    """The example prints the last scale of two policies."""
     example.main()
     assert capsys.readouterr().out == (
         "DynamicScaling ends with a loss scale of 1\nTolerantScaling ends with a loss scale of 65536\n"

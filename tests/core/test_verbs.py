@@ -13,22 +13,22 @@ STATE = FixedScaling(2.0**16).init_state()
 
 
 def test_unscale_rounds_once():
-    """Division by the scale, not by a rounded reciprocal: correct to the last bit for any scale."""
+    """`unscale` divides by the scale with one rounding, for any scale."""
     state = FixedScaling(3.0).init_state()
     grad = np.arange(1, 2000, dtype=np.float32)
     np.testing.assert_array_equal(unscale(grad, state), grad / np.float32(3.0))
 
 
-def test_containers_are_rebuilt_as_what_they_were():
-    """Also the dicts of the standard library, with the factory of a default one, and empty ones."""
+def test_containers_keep_their_types():
+    """A verb returns a container of the argument's type, also a default dict with its factory or an empty container."""
     unscaled = unscale(OrderedDict(w=defaultdict(list, w=np.ones(1)), more=[(), {}]), STATE)
     assert type(unscaled) is OrderedDict
     assert unscaled["w"]["not there"] == []
     assert unscaled["more"] == [(), {}]
 
 
-def test_nothing_is_raised_while_hunting_nans():
-    """With every NumPy warning an error, the verbs still only answer."""
+def test_verbs_cause_no_numpy_warnings():
+    """The verbs raise nothing if every NumPy warning is an error."""
     tiny, huge, tiniest = (np.full(4, value, np.float32) for value in (1e-30, 3e38, 1e-38))
     with np.errstate(all="raise"):
         assert all_finite([tiny, huge, tiny.astype(np.float64) * 1e-200])
@@ -37,7 +37,7 @@ def test_nothing_is_raised_while_hunting_nans():
         assert not all_finite([np.full(4, np.nan, np.float32)])
 
 
-def test_odd_arrays_are_taken_for_what_they_hold():
+def test_subclasses_of_arrays():
     """A mask hides no NaN, a matrix is an array, and small integers are integers."""
     assert not all_finite(np.ma.array([1.0, np.nan], mask=[False, True]))
     assert not all_finite(np.ma.array([1.0, np.nan], mask=[False, True], dtype=np.float16))
@@ -49,7 +49,7 @@ def test_odd_arrays_are_taken_for_what_they_hold():
 
 
 def test_arrays_stay_on_their_device():
-    """Whatever the verbs make to go with an array, they make on its device."""
+    """The arrays that a verb makes are on the device of its arguments."""
     device = xps.Device("device1")
     grads = [xps.asarray([1.0], device=device), xps.asarray([1], device=device)]
     finite = all_finite(grads)

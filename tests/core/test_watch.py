@@ -78,13 +78,13 @@ LOGS = [
 
 
 @pytest.mark.parametrize(("policy", "runs", "events"), LOGS)
-def test_what_a_run_says_and_when(policy, runs, events):
-    """Each event at the step at which it happens, and nothing else."""
+def test_each_event_at_its_step(policy, runs, events):
+    """A run logs each event at the step at which it happens, and no other event."""
     assert _events(policy, flags(runs)) == events
 
 
-def test_a_line_names_the_remedy_of_diagnose():
-    """The level, the step, the diagnosis word for word, and numbers for a handler that acts on them."""
+def test_a_line_has_the_diagnosis():
+    """A record has the level, the step, the text of `diagnose`, and numbers for a handler."""
     for runs, levels in (("142F", [20, 30, 30]), ("12F 1T", [20, 20])):
         records, state = _run(TORCHS, flags(runs))
         assert [record.levelno for record in records] == levels
@@ -99,8 +99,8 @@ def test_a_line_names_the_remedy_of_diagnose():
 
 @settings(max_examples=40)
 @given(policies(), overflow_traces(max_steps=250), st.integers(1, 20))
-def test_any_run_says_each_verdict_once_and_streaks_seldom(policy, run, every):
-    """Whatever the policy: in 250 steps each verdict once, and again for streaks ten times as long."""
+def test_a_verdict_is_logged_once(policy, run, every):
+    """In 250 steps each verdict is logged once, and again for streaks ten times as long."""
     events = [event for event, _ in _events(policy, run, every=every)]
     assert all(events.count(event) <= (3 if event in (STUCK, SKIPPING) else 1) for event in events)
     assert "broken" not in events
@@ -108,8 +108,8 @@ def test_any_run_says_each_verdict_once_and_streaks_seldom(policy, run, every):
         assert set(events) <= {"pressing against max_scale"}
 
 
-def test_a_new_run_logs_its_events_again():
-    """A state with fewer steps than the last, as after a restart from a checkpoint, has said nothing yet."""
+def test_a_new_run_logs_again():
+    """A watch logs events again for a state with fewer steps, as after a restart from a checkpoint."""
     watch = ScaleWatch()
     late, early = (_run(FIXED, [False] * steps)[1] for steps in (30, 25))
     with _logged_records() as records:
@@ -118,7 +118,7 @@ def test_a_new_run_logs_its_events_again():
     assert [record.steps for record in records] == [30, 25]
 
 
-def test_a_healthy_run_does_not_judge_the_next_one():
+def test_runs_are_counted_apart():
     """A watch does not add the skipped steps at the start of a new run to the steps of the run before."""
     watch = ScaleWatch()
     with _logged_records() as records:
@@ -139,16 +139,16 @@ class Unbounded(BareAdditiveScaling):
 
 @pytest.mark.parametrize("policy", [Unbounded(), DynamicScaling()])
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
-def test_a_watch_goes_on_after_a_state_that_no_policy_reaches(policy, scale):
-    """The next state is judged as the first of a run; bounds may be any numbers."""
+def test_a_watch_survives_broken_states(policy, scale):
+    """After a broken state a watch judges the next state as the first of a run; bounds may be any numbers."""
     watch, state = ScaleWatch(), policy.init_state()
     assert watch.diagnose(policy, state._replace(loss_scale=np.float32(scale))).startswith("broken: ")
     overflow = state._replace(loss_scale=state.loss_scale / 2, steps=np.int32(1), skipped_steps=np.int32(1))
     assert watch.diagnose(policy, overflow) == diagnose(policy, overflow)
 
 
-def test_a_watch_reads_a_state_of_arrays():
-    """Any framework's; and without a limit to check the pure check reads nothing, and pure functions log nothing."""
+def test_a_watch_reads_arrays():
+    """A watch reads the arrays of any namespace; pure functions log nothing, and read nothing without a limit."""
     policy = DynamicScaling(init_scale=4.0, backoff_factor=0.375)
     state = policy.update(init_state(policy, xp=array_api_strict), array_api_strict.asarray(False))
     with _logged_records() as records:
@@ -160,8 +160,8 @@ def test_a_watch_reads_a_state_of_arrays():
     assert [record.event for record in records] == ["calibrating"]
 
 
-def test_a_loss_that_is_not_finite_is_said_once():
-    """No loss scale fixes it, and the first is said at once; a finite one is not."""
+def test_a_bad_loss_is_logged_once():
+    """The first loss that is not finite is logged at once, and only once."""
     policy, watch = DynamicScaling(), ScaleWatch()
     state = policy.init_state()
     with _logged_records() as records:
@@ -172,7 +172,7 @@ def test_a_loss_that_is_not_finite_is_said_once():
     assert records[1].getMessage().startswith("lossscale, step 3: the loss itself is NaN or infinite: no loss scale")
 
 
-def test_the_switch_is_that_of_logging():
+def test_the_logger_has_no_settings():
     """The logger has neither a handler nor a level of its own, and a level silences it."""
     assert (LOGGER.handlers, LOGGER.level, LOGGER.propagate) == ([], logging.NOTSET, True)
     _, state = _run(FIXED, [False] * 30)

@@ -55,7 +55,7 @@ ANCHORS = {path: _anchors(path) for path in PAGES}
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
-    """The file exists, and its section has that name."""
+    """Each relative link leads to a file, and to a section of the file if it names one."""
     wrong = []
     for link in LINK.findall(CODE.sub("", _prose(page))):
         name, _, section = link.partition("#")
@@ -67,5 +67,5 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_an_anchor_names_one_section(page):
-    """On GitHub the first of two equal ids gets the link, so no heading has the name of another section's anchor."""
+    """No two sections of a page have the same anchor on GitHub, which would open the first of them."""
     assert [name for name, count in Counter(ANCHORS[page]).items() if count > 1] == []

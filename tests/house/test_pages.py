@@ -31,7 +31,7 @@ MIGRATING = _text(ROOT / "docs/migrating.md")
     ("work", "on_cpu", "on_gpu"), re.findall(r"^\| (.*) \| (\d.\d\d ×) \| (\d.\d\d ×)? ?\|", COSTS, re.MULTILINE)
 )
 def test_each_ratio_was_measured(work, on_cpu, on_gpu):
-    """On each device, in the row of the same work."""
+    """Each ratio in the table of costs is in the benchmark of the same work and device."""
     name, start, peer = MEASURED[work]
     for ratio, file in ((on_cpu, f"{name}.md"), (on_gpu, f"{name}-cuda.md")):
         rows = [row for row in _text(ROOT / "benchmarks" / file).splitlines() if row.startswith(start)] if ratio else []
@@ -49,6 +49,6 @@ def test_the_readme_quotes_the_costs():
     assert all(f"| {number} " in benchmarks for number in times + slowest)
 
 
-def test_the_table_of_tools_is_that_of_the_translator():
-    """If not, draw it: `python docs/_site/migrating_tables.py`."""
+def test_the_page_has_the_tools_table():
+    """The page of migration has the table that `python docs/_site/migrating_tables.py` writes."""
     assert runpy.run_path(str(ROOT / "docs/_site/migrating_tables.py"))["drawn"](MIGRATING) == MIGRATING

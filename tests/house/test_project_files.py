@@ -28,7 +28,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_ci_runs_the_readmes_test_command():
-    """One line, word for word the same in both places."""
+    """CI runs the test command of the README, word for word."""
     (command,) = re.findall(r"^python3 -m venv .*nox -j 2$", README, flags=re.MULTILINE)
     assert command in _text(".ci/run").splitlines()
 
@@ -46,8 +46,8 @@ def test_the_project_stands_alone():
 
 
 @pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
-def test_the_public_workflows_pin_what_they_use(name):
-    """By commit, since a tag can be moved to other code; one of them may publish."""
+def test_public_workflows_pin_their_actions(name):
+    """The public workflows pin each action by commit, because a tag can be moved to other code."""
     used = re.findall(r"uses: (.+)$", _text(f".github/workflows/{name}"), flags=re.MULTILINE)
     assert used
     assert all(re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", each) for each in used)
@@ -65,13 +65,13 @@ def _pins(session):
 
 @pytest.mark.parametrize("floor", FLOORS)
 def test_a_requirement_is_one_floor(floor: str):
-    """A name, `>=` and a version, which `nox -s oldest` installs."""
+    """A requirement is a name, `>=` and a version, which `nox -s oldest` installs."""
     name, version = re.fullmatch(r"([a-z-]+)>=([\d.]+)", floor).groups()
     assert _pins("oldest")[name] == version
 
 
-def test_the_pythons_declared_are_run():
-    """Of the classifiers, the lowest is `requires-python`'s, and a session runs each."""
+def test_each_declared_python_is_run():
+    """A session runs each Python version of the classifiers, of which the lowest is required."""
     declared = [text.rsplit(" ", 1)[1] for text in PROJECT["classifiers"] if ":: Python :: 3." in text]
     assert PROJECT["requires-python"] == f">={declared[0]}"
     assert set(re.findall(r'python="(3\.\d+)"', NOXFILE)) == set(declared)
@@ -113,8 +113,8 @@ def _metadata(hook, folder, repository):
     return metadata
 
 
-def test_one_address_makes_every_link_of_the_readme_absolute(hook, tmp_path):
-    """Pictures are raw files, documents are pages, and each of them is a file of the repository."""
+def test_published_links_are_absolute(hook, tmp_path):
+    """With an address, each link of the published README leads to a file of the repository, a picture to a raw file."""
     metadata = _metadata(hook, tmp_path, f"{ADDRESS}/")
     targets = TARGET.findall(metadata["readme"]["text"])
     assert len(targets) == len(TARGET.findall(README)) > 10
@@ -125,8 +125,8 @@ def test_one_address_makes_every_link_of_the_readme_absolute(hook, tmp_path):
     assert metadata["urls"]["Issues"] == f"{ADDRESS}/issues"
 
 
-def test_without_an_address_nothing_is_invented(hook, tmp_path):
-    """The README stays as it is, and has no URLs."""
+def test_no_address_changes_no_link(hook, tmp_path):
+    """Without an address, the README is published as it is, and the metadata have no URLs."""
     metadata = _metadata(hook, tmp_path, "")
     assert metadata["readme"] == {"content-type": "text/markdown", "text": README}
     assert metadata["urls"] == {}

@@ -11,15 +11,15 @@ from lossscale import other_tools
 from lossscale_core import errors, testing
 
 
-def test_the_public_names_are_those_in_all():
-    """Every public attribute is listed, and every listed name exists."""
+def test_all_lists_the_public_names():
+    """`__all__` of the core lists each public attribute."""
     public = {name for name in dir(lossscale_core) if not name.startswith("_") or name == "__version__"}
     assert public == set(lossscale_core.__all__)
 
 
 @pytest.mark.parametrize("module", [lossscale_core, testing, errors, other_tools], ids=lambda module: module.__name__)
 def test_every_public_object_is_documented(module):
-    """A docstring on each public function, class and method of the project."""
+    """Each public function, class and method of the core has a docstring."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     for name in names:
         value = getattr(module, name)
@@ -33,7 +33,7 @@ def test_every_public_object_is_documented(module):
                 assert method.__doc__, f"{name}.{method_name}"
 
 
-def test_classes_are_found_where_users_import_them():
+def test_public_classes_name_their_package():
     """A pickle of a policy or state names the public package, not a private module that may be renamed."""
     for name in lossscale_core.__all__:
         value = getattr(lossscale_core, name)

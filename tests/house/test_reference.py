@@ -55,8 +55,8 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_public_name_is_in_the_reference(module):
-    """What a module offers is shown there, or where it is at home; a module, by what it offers itself."""
+def test_the_reference_has_each_name(module):
+    """The reference shows each public name of a module, in its module or in the module that defines it."""
     homes = _homes(MODULES[module])
     names = {homes.get(name, f"{module}.{name}") for name in _public_names(MODULES[module])}
     assert names, f"{module} offers nothing"
