@@ -31,7 +31,7 @@ NEVER = 2**31 - 1
 _UNBOUNDED = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE}
 _SETTINGS_OF = {"dynamic": tuple(core.DynamicScaling().settings()), "fixed": ("init_scale",), "none": ()}
 _TENSORFLOW = "/.ATTRIBUTES/VARIABLE_VALUE"  # ends a key in a checkpoint: https://www.tensorflow.org/guide/checkpoint
-_AROUND_NAME = re.compile(r"^.*/|:\d+$")  # the path of a variable, and the number of TensorFlow 1
+_AROUND_NAME = re.compile(r"^.*/|:\d+$")  # the path before a name, and the suffix `:0` of TensorFlow 1
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def _flag(value: Any) -> bool:
     return str(value).lower() in ("true", "1")
 
 
-def _floor(number: float) -> dict[str, Any]:
+def _min_scale(number: float) -> dict[str, Any]:
     return {"min_scale": max(number, SMALLEST_SCALE)}
 
 
@@ -93,15 +93,15 @@ READ: dict[str, Callable[[Any], dict[str, Any]]] = {
     "backoff_factor": lambda v: {"backoff_factor": _real(v)},
     "growth_factor, and backoff_factor = 1 / value": _up_and_down,
     "growth_interval": lambda v: {"growth_interval": _whole(v)},
-    "growth_interval; never grows below 1": lambda v: {"growth_interval": _exact_count(v)},
-    "growth_interval = value + 1; never grows below 0": lambda v: {"growth_interval": _exact_count(v, 1)},
+    "growth_interval; never grows if below 1": lambda v: {"growth_interval": _exact_count(v)},
+    "growth_interval = value + 1; never grows if below 0": lambda v: {"growth_interval": _exact_count(v, 1)},
     "growth_interval; at least 1, rounded down": lambda v: {"growth_interval": int(min(max(_real(v), 1.0), NEVER))},
     "hysteresis": lambda v: {"hysteresis": _whole(v)},
-    "hysteresis; never backs off below 1": lambda v: {"hysteresis": _exact_count(v)},
+    "hysteresis; never backs off if below 1": lambda v: {"hysteresis": _exact_count(v)},
     "refill_on_finite": lambda v: {"refill_on_finite": _flag(v)},
-    "min_scale": lambda v: _floor(_real(v)),
+    "min_scale": lambda v: _min_scale(_real(v)),
     # The documentation of flax writes its default as text.
-    "min_scale; none: 2**-126": lambda v: _floor(0.0 if v in (None, "float32 tiny") else _real(v)),
+    "min_scale; none: 2**-126": lambda v: _min_scale(0.0 if v in (None, "float32 tiny") else _real(v)),
     "max_scale; none: 2**126": lambda v: {"max_scale": min(_real(v or math.inf), LARGEST_SCALE)},
     "FixedScaling unless dynamic": lambda v: _fixed_unless("dynamic", v),
     "FixedScaling unless 0": lambda v: _fixed_unless(0, v),
@@ -109,7 +109,7 @@ READ: dict[str, Callable[[Any], dict[str, Any]]] = {
     "NoScaling if false": lambda v: {} if _flag(v) else {"kind": "none"},
     "nothing": lambda _: {},
 }
-"""The settings for the value of a key, by the text in `other_tools.toml` and on the migration page."""
+"""Functions from the value of a key to settings, by their text in `other_tools.toml` and on the migration page."""
 
 
 def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
@@ -182,13 +182,13 @@ def _rename_keys(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]
 
 
 def _keys(name: str, tool: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the form that a config has. Raises `PolicyError` for a key that is unknown there."""
-    forms = [tool["keys"], tool.get("more_keys", {})]
-    keys: dict[str, Any] = max(forms, key=lambda form: len(form.keys() & values.keys()))
+    """Return the keys in the tool's list that fits a config best. Raises `PolicyError` for an unknown key."""
+    lists = [tool["keys"], tool.get("more_keys", {})]
+    keys: dict[str, Any] = max(lists, key=lambda names: len(names.keys() & values.keys()))
     for key in values:
         if key not in keys and not any(fnmatchcase(key, pattern) for pattern in tool["ignored"]):
-            if any(key in form for form in forms):
-                raise PolicyError(f"{describe(key)} is not a key of {name}; pass one form of config")
+            if any(key in names for names in lists):
+                raise PolicyError(f"{describe(key)} is in another list of keys of {name}; pass keys of one list")
             raise PolicyError(unknown_name(key, f"a key of {name}", [*keys, *tool.get("names", ())]))
     return keys
 
@@ -254,7 +254,7 @@ def tools_of_config(config: Mapping[str, Any]) -> list[str]:
 
 
 def tools_of_checkpoint(checkpoint: Any) -> list[str]:
-    """Return the names of the tools that know the most names of a checkpoint; each tool knows the required names."""
+    """Return the tools that find their required names in a checkpoint, and know the most of its other names."""
     counts: dict[str, int] = {}
     is_small = isinstance(checkpoint, Mapping) and len(checkpoint) < 1000  # a file may have a dict of all parameters
     for name, tool in table().items() if is_small else ():
@@ -288,7 +288,7 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.Polic
     keys = {**tool.get("more_keys", {}), **tool["keys"]}
     config = {tool.get("names", {}).get(key, key): value for key, value in entries.items()}
     config = {key: value for key, value in config.items() if key in keys and not keys[key][0].startswith("Fixed")}
-    config |= {key: 1.0 for key in config if keys[key][0].startswith("init_scale")}  # it may be the current scale
+    config |= {key: 1.0 for key in config if keys[key][0].startswith("init_scale")}  # perhaps the current scale
     try:
         own = _policy(name, {**_settings(name, tool, config), "init_scale": 1.0, "kind": "dynamic", **_UNBOUNDED})
     except PolicyError as error:
@@ -343,7 +343,7 @@ def _scaler_part(name: str, tool: dict[str, Any], checkpoint: Any) -> dict[str, 
 
 
 def _number(name: str, entries: Mapping[str, Any], names: str, least: int | None = None) -> Any:
-    """Return the number under one of the names; with `least`, a whole number from it."""
+    """Return the number under one of the names. If `least` is set, require a whole number of at least `least`."""
     key = next(key for key in names.split(" or ") if key in entries)
     value = entries[key]
     rule = "a number" if least is None else "a whole number" if least < 0 else "a whole number from 0"

@@ -147,7 +147,7 @@ REFUSED = {
         ("torch", {"init_scale": 4.0, "scale": 8.0}, "scale and init_scale are names of one setting"),
         ("deepspeed", {"loss_scale_window": 2.7}, "loss_scale_window=2.7"),
         ("deepspeed", {"initial_scale_power": -2}, "min_scale=1.0 must not exceed init_scale=0.25"),
-        ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "pass one form"),
+        ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "pass keys of one list"),
         ("deepspeed", {"fp16": None}, "'fp16' is not a key of deepspeed"),
         ("deepspeed", {"enabled": "maybe"}, "enabled='maybe' .* it must be true or false"),
         ("jmp", {}, "no default for loss_scale"),

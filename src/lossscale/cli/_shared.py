@@ -39,7 +39,7 @@ def say(line: str) -> None:
 
 def print_json(content: Any) -> None:
     """Print the result of a subcommand as one JSON value. A value that JSON does not have becomes text."""
-    # Written in parts, because a list that contains the same list twice at each level has a very long text.
+    # If a list contains one list twice at each level, its text is too long, so it is written in parts and cut.
     encoder = json.JSONEncoder(indent=2, skipkeys=True, check_circular=False, default=_to_plain)
     parts = encoder.iterencode(content)
     sys.stdout.writelines(itertools.islice(parts, _MOST_PARTS))
