@@ -19,7 +19,7 @@ from lossscale_core.errors import CheckpointError, CheckpointWarning, PolicyErro
 
 VERSION = 1
 _HINT = "pass a dict that state_to_dict returned, or start a new state with init_state"
-_EARLIER = "restore an earlier checkpoint"
+_RESTORE_HINT = "restore an earlier checkpoint"
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = {"scale": "loss_scale", **{name: name for name in _SETTINGS}, "_growth_tracker": "growth_tracker"}
@@ -116,12 +116,12 @@ def read_torch_keys(saved: Mapping[str, Any]) -> Mapping[str, Any]:
             unchanged.
 
     Returns:
-        A dict. If a number differs, torch's rule replaces a policy that is not dynamic.
+        A dict. If a number differs, the saved policy becomes a dynamic policy with torch's settings.
     """
     if not saved.keys() >= {"version", *TORCH_KEYS}:
         return saved
     policy = saved.get("policy")
-    rule: Mapping[str, Any] = policy if isinstance(policy, Mapping) else saved  # without a config nothing differs
+    rule: Mapping[str, Any] = policy if isinstance(policy, Mapping) else saved  # without a policy, no setting differs
     own_numbers = {**saved, **{name: rule.get(name, getattr(BaseScaling, name)) for name in _SETTINGS}}
     numbers = {own: _item(saved[name]) for name, own in TORCH_KEYS.items()}
     notes = [
@@ -188,7 +188,7 @@ def _require_version(saved: Mapping[str, Any]) -> None:
 
 
 def _start_for(saved: Mapping[str, Any]) -> Any:
-    """Return the first state of the largest known type of state that has all of its fields among the saved keys."""
+    """Return the first state of the kind of policy with the most fields, among the kinds with all fields saved."""
     kinds: list[Any] = [kind for kind in KINDS.values() if set(kind.state_type._fields) <= set(saved)]
     return max([NoScaling, *kinds], key=lambda kind: len(kind.state_type._fields))().init_state()
 
@@ -206,11 +206,11 @@ def _read_fields(saved: Any, start: Any, required: Sequence[str], what: str) -> 
         value, is_from_0 = _item(saved[name]), name in required and name != "growth_tracker"
         least: float = 0 if is_from_0 else -(2**31) if isinstance(first, np.integer) else -LARGEST_NORM
         if name == "loss_scale":
-            rule = Rule(float, "a positive finite number", _EARLIER, math.ulp(0.0), sys.float_info.max)
+            rule = Rule(float, "a positive finite number", _RESTORE_HINT, math.ulp(0.0), sys.float_info.max)
         elif isinstance(first, np.integer):
-            rule = Rule(int, f"a whole number from {least} that fits int32", _EARLIER, least, LARGEST_COUNT)
+            rule = Rule(int, f"a whole number from {least} that fits int32", _RESTORE_HINT, least, LARGEST_COUNT)
         else:
-            rule = Rule(float, f"a number{' from 0' * is_from_0} that fits float32", _EARLIER, least, LARGEST_NORM)
+            rule = Rule(float, f"a number{' from 0' * is_from_0} that fits float32", _RESTORE_HINT, least, LARGEST_NORM)
         if not rule.accepts(value):
             raise CheckpointError(f"{name}={describe(value)} of the saved {what} must be {rule.text}; {rule.hint}")
         fields[name] = float(value) if name == "loss_scale" else type(first)(value)

@@ -18,7 +18,7 @@ _NAN_HINT = (
     "a NaN or infinity in the inputs, the forward pass and the loss; if the loss is finite, for " + BACKWARD_CAUSES
 )
 _MANY = 5
-"""The fewest overflows in a row, or applied steps at the start, that are a pattern."""
+"""The number of overflows in a row, or of applied steps at the start, that counts as a pattern."""
 
 
 def check_limits(
@@ -110,16 +110,16 @@ class _Facts(NamedTuple):
     """The smallest loss scale of the policy."""
     is_at_min: bool
     """Whether the loss scale cannot become smaller."""
-    is_start_over: bool
-    """Whether the loss scale has come down from its start, so that overflows are not normal any more."""
+    is_calibrated: bool
+    """Whether the loss scale has come down from its first value, so that overflows are not normal any more."""
     has_fallen: bool
     """Whether the loss scale is far below 1, where finite losses hardly ever overflow."""
     has_grown: bool
     """Whether the loss scale was probably raised during the run, so that some overflows are tries of a larger scale."""
     skips_too_often: bool
-    """Whether more steps were skipped than at the start and after growth is normal."""
-    can_grow: bool
-    """Whether the loss scale has reached `max_scale` and would grow further."""
+    """Whether the number of skipped steps is larger than the start and the growth of the scale explain."""
+    is_capped: bool
+    """Whether the loss scale would grow further without `max_scale`."""
 
 
 def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any] | None) -> tuple[str, str]:
@@ -156,12 +156,12 @@ def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[
 
     verdicts = (
         (limit, "skipping too often", f"{limit}."),
-        (facts.is_at_min and streak >= _MANY and facts.is_start_over, "stuck at min_scale", at_min),
-        (policy.adapts and skipped and not facts.is_start_over, "calibrating", at_start),
+        (facts.is_at_min and streak >= _MANY and facts.is_calibrated, "stuck at min_scale", at_min),
+        (policy.adapts and skipped and not facts.is_calibrated, "calibrating", at_start),
         (streak >= _MANY, "skipping too often", f"{overflowing} ({counts}). {hint}"),
         (skipped == steps, "not started", f"no step applied yet, {counts}. {hint}"),
         (facts.skips_too_often or facts.has_fallen, "skipping too often", f"{counts}{fallen}. {hint}"),
-        (facts.can_grow, "pressing against max_scale", at_max),
+        (facts.is_capped, "pressing against max_scale", at_max),
         (True, "healthy", healthy),
     )
     # The first row that holds decides: a run that is stuck or calibrating also skips often, but needs other advice.
@@ -176,7 +176,7 @@ def _facts_of(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any
     low, high = np.clip(policy.bounds(), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float32)
     interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
     start_overflows = _overflows_between(policy, first, scale)
-    # A resumed state, or a state that leaves out the retries of a step, may not come from the policy's start.
+    # A resumed run, or a state that leaves out the retries of a step, perhaps did not begin at the policy's start.
     fits_start = skipped >= start_overflows and (scale <= start or applied >= interval)
     since = since or (first if fits_start else state)
     skips = skipped - since.skipped_steps
@@ -189,7 +189,7 @@ def _facts_of(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any
     until_stuck = _overflows_between(policy, since, float(low)) + _MANY
     is_stuck = is_at_min and (start <= low or max(skips, streak) >= until_stuck)
     never_overflowed_again = 0 < applied == state.growth_tracker + policy.cooldown
-    is_start_over = applied >= _MANY or never_overflowed_again or is_stuck or (has_fallen and streak >= _MANY)
+    is_calibrated = applied >= _MANY or never_overflowed_again or is_stuck or (has_fallen and streak >= _MANY)
 
     if adapts and since.steps - since.skipped_steps < _MANY:  # overflows that lower the scale at the start are normal
         lowers = not is_at_min and (policy.hysteresis == 1 or not getattr(policy, "refill_on_finite", True))
@@ -197,8 +197,8 @@ def _facts_of(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any
     # Growth tries a larger scale once per interval, and each try may overflow.
     normal_rate = max(0.05 * policy.hysteresis, min(2.0 * policy.hysteresis / (policy.hysteresis + interval), 0.5))
     skips_too_often = skips > max(8 * policy.hysteresis if adapts else 2, (state.steps - since.steps) * normal_rate)
-    can_grow = adapts and scale >= high > low and applied >= policy.growth_interval
-    return _Facts(start, float(low), is_at_min, is_start_over, has_fallen, has_grown, skips_too_often, can_grow)
+    is_capped = adapts and scale >= high > low and applied >= policy.growth_interval
+    return _Facts(start, float(low), is_at_min, is_calibrated, has_fallen, has_grown, skips_too_often, is_capped)
 
 
 def _hint(policy: BaseScaling, state: ScaleState[Any], facts: _Facts) -> str:
@@ -206,7 +206,7 @@ def _hint(policy: BaseScaling, state: ScaleState[Any], facts: _Facts) -> str:
     if policy.is_constant() and state.loss_scale > 1.0:
         scale = format_number(state.loss_scale)
         return f"A scale of {scale} is too large for these gradients: lower it, or use DynamicScaling."
-    # If no step was applied since the first overflow, its gradients may be a part of all later ones.
+    # If no step was applied since the first overflow, its uncleared gradients may be the cause of all others.
     uncleared = f"{UNCLEARED}, or for " if state.overflow_streak >= max(state.skipped_steps, _MANY) else ""
     if policy.adapts and not facts.is_at_min and not facts.has_fallen:
         rarer = "; a longer growth_interval tries a larger scale less often" if facts.has_grown else ""

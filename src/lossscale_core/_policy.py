@@ -77,9 +77,9 @@ class DynamicScaling(BaseScaling):
 
     ```
     after a finite step:  growth_tracker + 1; when it reaches growth_interval:
-                          loss_scale × growth_factor (≤ max_scale), growth_tracker 0,
+                          loss_scale × growth_factor (≤ max_scale), growth_tracker = 0,
                           tolerance restored
-    after an overflow:    growth_tracker −cooldown; hysteresis_tracker − 1;
+    after an overflow:    growth_tracker = −cooldown; hysteresis_tracker − 1;
                           when it reaches 0: loss_scale × backoff_factor (≥ min_scale)
     ```
 
@@ -200,7 +200,7 @@ def _select(
         after = _select(grads_finite, after_finite, after_overflow, scalars, HOST)
         return state._make(map(np.asarray, after))
     steps = saturating_increment(state.steps, xp=xp)
-    if xp is HOST:  # only the transition of the flag is computed
+    if xp is HOST:  # compute only the transition that the flag selects
         transition = after_finite if host_flag(grads_finite, _UPDATE) else after_overflow
         after = _transition_on_host(transition, state, steps, xp)
         return state._make([_int32(value) if type(value) is int else value for value in after])

@@ -17,7 +17,7 @@ BAD_LOSS = (
 UNCLEARED = "gradients that were not cleared after a skipped step"
 """The commonest cause of overflows at every loss scale: new gradients are added to the gradients of a skipped step."""
 _MANY = 5
-"""The number of gradients from which one line describes all of them."""
+"""The smallest number of gradients, all of them non-finite, that one line describes together."""
 
 
 class GradientReport(NamedTuple):
@@ -91,8 +91,8 @@ class OverflowReport(list[GradientReport]):
 def locate_fault(bad: Sequence[str], in_order: Sequence[str] = ()) -> str:
     """Return a clause that says which gradients are not finite, and where the fault is.
 
-    Gradients flow from the loss to the first layer, and NaN and infinity flow with them. The fault is therefore at or
-    behind the last non-finite gradient.
+    Gradients flow from the loss to the first layer, and NaN and infinity flow with them. The fault is therefore at the
+    layer of the last non-finite gradient, or between this layer and the loss.
 
     Args:
         bad: The names of the non-finite gradients.

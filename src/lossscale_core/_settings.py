@@ -91,7 +91,7 @@ RULES = {
 }
 """The rule of each setting of the policies, by name."""
 
-_MAX_NORM = Rule(float, "a number from 0", "pass math.inf not to clip", maximum=math.inf)
+_MAX_NORM = Rule(float, "a number from 0", "pass math.inf for no clipping", maximum=math.inf)
 _ARGUMENTS = {
     "max_norm": _MAX_NORM,  # 0 makes all gradients zero in torch and optax, and does not clip in Keras
     "global_clipnorm": dataclasses.replace(_MAX_NORM, text="a positive number", minimum=float(np.nextafter(0.0, 1.0))),

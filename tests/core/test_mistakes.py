@@ -205,10 +205,10 @@ MISTAKES = {
         (SpikeGuard, {"warmup": 2**24 + 1}, "warmup=16777217 must be a whole number from 1 to 2**24"),
         (SpikeGuard, {"max_streak": 0}, "max_streak=0 must be None or a whole number"),
         # Adapters check the numbers that they take in addition to a policy as settings are checked.
-        (_set, ("max_norm", math.nan), "max_norm=nan must be a number from 0; pass math.inf not to clip"),
+        (_set, ("max_norm", math.nan), "max_norm=nan must be a number from 0; pass math.inf for no clipping"),
         (_set, ("max_norm", [["1" * 150] * 6] * 6), "11111... must be a number from 0"),
-        (_set, ("max_norm", "1.0"), "max_norm='1.0' must be a number from 0; pass math.inf not to clip"),
-        (_set, ("global_clipnorm", 0), "global_clipnorm=0 must be a positive number; pass math.inf not to clip"),
+        (_set, ("max_norm", "1.0"), "max_norm='1.0' must be a number from 0; pass math.inf for no clipping"),
+        (_set, ("global_clipnorm", 0), "global_clipnorm=0 must be a positive number; pass math.inf for no clipping"),
         (_set, ("accumulation_steps", True), f"accumulation_steps=True {COUNT}1, or leave it out"),
         (_set, ("accumulation_steps", 1.5), f"accumulation_steps=1.5 {COUNT}1, or leave it out"),
     ],
