@@ -101,7 +101,7 @@ def _find(opt_state: PyTree) -> LossScaledState:
     for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _is_state(node) or type(node) in _FORBIDDEN_WRAPPERS):
         if type(node) in _FORBIDDEN_WRAPPERS and states_of(node):
             hint = "put it inside, as in loss_scaled(optax.chain(...), policy), or pass accumulation_steps="
-            does = "wraps loss_scaled and drops overflows before they can lower the loss scale, or keeps a NaN for good"
+            does = "wraps loss_scaled and drops overflows before they can lower the loss scale, or keeps a NaN forever"
             raise ScaleStateError(f"optax.{_FORBIDDEN_WRAPPERS[type(node)]} {does}; {hint}")
     states = states_of(opt_state)
     if len(states) == 1:
@@ -186,7 +186,7 @@ def place_with(state: Tree, params: PyTree) -> Tree:
 def require_state(state: Any, accumulation_steps: int, guard: SpikeGuard | None) -> None:
     """Raise an error if `state` is not a state of `loss_scaled`, or was made with other settings."""
     if not isinstance(state, LossScaledState):
-        hint = "pass the state that its init returned, after the gradients; to continue from an inner state alone, pass"
+        hint = "pass the state from its init as the second argument; to continue from an inner state alone, pass"
         example = "optimizer.init(params)._replace(inner_state=...)"
         raise ScaleStateError(f"{type(state).__name__} is not a state of loss_scaled; {hint} {example}")
     if (state.window is None, state.guard_state is None) != (accumulation_steps == 1, guard is None):
@@ -225,6 +225,6 @@ def require_gradients_of(params: PyTree, grads: PyTree) -> None:
             if jnp.shape(param) not in (jnp.shape(grad), jnp.shape(grad)[1:]):
                 faults.append(f"have shape {jnp.shape(grad)} at {name}, and the parameter has shape {jnp.shape(param)}")
             elif is_float(param) > is_float(grad) or getattr(param, "dtype", None) == jax.dtypes.float0:
-                faults.append(f"hold no floats at {name}, and the parameter does; gradients come first")
+                faults.append(f"hold no floats at {name}, but the parameter does; the gradients are the first argument")
     if faults:
         raise ValueError(f"the gradients {faults[0]}; pass what jax.grad returns for these parameters")

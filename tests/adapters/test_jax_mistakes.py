@@ -169,7 +169,7 @@ MISTAKES = {
     ScaleStateError: [
         (lambda: get_scale_state(PARAMS), r"state \(dict\) holds no scale state; wrap the optimizer"),
         (lambda: get_scale_state(SEVERAL.init(PARAMS)), r"2 scale states, at .*\['a'\].*\['b'\].*; pass the part that"),
-        (lambda: OPTIMIZER.update(OPTIMIZER.init(PARAMS), PARAMS), "dict .*after the gradients"),
+        (lambda: OPTIMIZER.update(OPTIMIZER.init(PARAMS), PARAMS), "dict .*as the second argument"),
     ],
     PolicyError: [
         (_step_of("window", "plain"), f"accumulation_steps=2 and guard=None do not .* {WITHOUT}; pass"),
