@@ -128,7 +128,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
                 mark_gradient(loss, leaf, grad, kind)
         return unscaled
 
-    # Without `unconverted`, because AutoGraph converts a user's loss only if it has converted all callers in between.
+    # Not `unconverted`: AutoGraph converts a user's loss only if it has converted all callers in between.
     def minimize(
         self,
         loss: Any,

@@ -214,7 +214,7 @@ class LossScaleOptimizer(_Optimizer):
                 "call compute_gradients or minimize"
             )
         if not tf.executing_eagerly() and not merges_replicas():
-            # Outside of the branch that applies the step, so that the slots have the same names as without the wrapper.
+            # The slots are made outside of the branch that applies the step: the wrapper must not change their names.
             with tf.init_scope():
                 self._optimizer._create_slots(variables)
         grads, loss_scale = origins(grads)
@@ -252,7 +252,7 @@ class LossScaleOptimizer(_Optimizer):
 
 
 class _ScaledLoss(NamedTuple):
-    """The mark of the loss of `compute_gradients`. The marks of its gradients refer to it."""
+    """The scale of the loss of `compute_gradients`, and its optimizer, for the marks of the gradients."""
 
     owner: LossScaleOptimizer
     loss_scale: tf.Tensor
@@ -304,4 +304,4 @@ def _require_optimizer(opt: Any) -> None:
 def _require_variables(variables: list[Any]) -> None:
     for variable in variables:
         if not isinstance(variable, tf.Variable):
-            raise ValueError(f"{variable!r} is not a tf.Variable; gradients are taken of variables and applied to them")
+            raise ValueError(f"{variable!r} is not a tf.Variable; pass the variables that the loss depends on")

@@ -58,7 +58,7 @@ class Step:
         variables: list[Any],
         loss_scale: tf.Tensor | None,
         update: Callable[[list[Gradient]], Any],
-        in_graph: Callable[..., Any],
+        group: Callable[..., Any],
     ) -> Any:
         """Call `update(grads)` if all gradients are finite on every replica, else skip the step.
 
@@ -67,17 +67,17 @@ class Step:
             variables: Their variables.
             loss_scale: The scale of the gradients, or None if they are unscaled.
             update: Applies unscaled gradients to their variables, and returns the operations of a graph, if any.
-            in_graph: Makes one operation of the tensors and operations of this step. Called in a graph only.
+            group: Groups the tensors and operations of this step into one operation. Called in a graph only.
 
         Returns:
-            The result of `in_graph`. Eagerly the host reads the flag, and the result is None.
+            The result of `group`. Eagerly the host reads the flag, and the result is None.
         """
         inverse = None if loss_scale is None else inverse_of(loss_scale)
 
         def unscale_and_update(*grads: Any) -> Any:
             return update([cast_for(variable, grad, inverse) for grad, variable in zip(grads, variables, strict=True)])
 
-        # The cast to a narrower variable may make a gradient infinite, and so may its sum over replicas in that dtype.
+        # A cast to a smaller dtype may overflow, and the sum over the replicas in that dtype may overflow, too.
         pairs = zip(grads, variables, strict=True)
         narrow = [cast_for(v, grad, inverse) for grad, v in pairs if v.dtype.size < max(grad.dtype.size, 4)]
         context = tf.distribute.get_replica_context()
@@ -85,18 +85,18 @@ class Step:
             narrow = context.all_reduce(tf.distribute.ReduceOp.SUM, narrow)
         finite = all_replicas(finite_when_unscaled(grads, loss_scale) & finite_when_unscaled(narrow))
         if not merges_replicas():
-            return self._apply_or_skip(finite, lambda: unscale_and_update(*grads), in_graph)
+            return self._apply_or_skip(finite, lambda: unscale_and_update(*grads), group)
 
         def in_cross_replica_context(strategy: Any, finite: Any, *grads: Any) -> Any:
             def update_replicas() -> Any:
                 operations = strategy.extended.call_for_each_replica(unscale_and_update, args=grads)
                 return strategy.experimental_local_results(operations)
 
-            return self._apply_or_skip(strategy.experimental_local_results(finite)[0], update_replicas, in_graph)
+            return self._apply_or_skip(strategy.experimental_local_results(finite)[0], update_replicas, group)
 
         return tf.distribute.get_replica_context().merge_call(in_cross_replica_context, args=(finite, *grads))
 
-    def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any], in_graph: Callable[..., Any]) -> Any:
+    def _apply_or_skip(self, finite: tf.Tensor, apply: Callable[[], Any], group: Callable[..., Any]) -> Any:
         if tf.executing_eagerly():
             with lock_of(self):  # no other thread reads the state before it is set
                 is_finite, before = bool(finite), self.state.read_on_host()
@@ -116,14 +116,14 @@ class Step:
                 return tf.constant(True)
 
         finite, updates = self._update_in_graph(finite)
-        return in_graph(tf.cond(finite, apply_all, lambda: tf.constant(False)), *updates)
+        return group(tf.cond(finite, apply_all, lambda: tf.constant(False)), *updates)
 
     def _update_in_graph(self, finite: tf.Tensor) -> tuple[tf.Tensor, Sequence[Any]]:
         """Return the flag, and the operations that update the state."""
         if tf.compat.v1.executing_eagerly_outside_functions():
             return finite, self.state.assign(self.policy.update(self.state.read(), finite, xp=tf))
         # A session runs operations in any order, and may run several steps at a time. This step takes the lock after
-        # its inputs are computed. Otherwise it could wait for another step that waits for the lock.
+        # its inputs are computed. If a step held the lock and waited for inputs, two steps could wait for each other.
         mutex = tf.raw_ops.MutexV2(shared_name=f"{self.state.steps.name}/update", container="")
         with tf.control_dependencies([finite]):
             lock = tf.raw_ops.MutexLock(mutex=mutex)
