@@ -36,7 +36,7 @@ class TrainingLoop(Protocol):
     """A loop to check.
 
     In addition to these two members it may have `model`, `scheduler` and `ema`: objects with a `state_dict()`, or lists
-    of them. With `protect`, a list of modules, it runs with `GradScaler(protect=)` of them.
+    of them. If it has `protect`, a list of modules, the check protects their buffers.
     """
 
     optimizer: torch.optim.Optimizer
@@ -71,11 +71,11 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
     Random numbers of torch start over before `build` and before each step. Synchronises with the host.
 
     Args:
-        build: Makes the loop, with a model of its own, around the scaler that it is given.
+        build: Makes a loop with a new model. The loop uses the scaler that `build` receives.
 
     Returns:
         A sentence for each thing that was checked. The loss scale and the source are not checked if no optimizer of
-        `torch.optim` steps, or if the scaler is shown no gradients.
+        `torch.optim` steps, or if the scaler finds no gradients.
 
     Raises:
         AssertionError: The loop fails; the message names the step, what differs and the remedy.
@@ -121,7 +121,7 @@ def _check_skips(build: Callable[[GradScaler], TrainingLoop]) -> None:
 
 
 class _NoResult:
-    """The result of a step without a closure, within the check: a condition on it raises an error, unlike None."""
+    """The result of `step` in place of None: a condition on it raises an error."""
 
     def __bool__(self) -> bool:
         raise AssertionError(

@@ -138,7 +138,7 @@ class Float32Plan(NamedTuple):
     """The modules that must run in float32, and the range reports without and with them; `print` the plan."""
 
     modules: tuple[str, ...]
-    """A minimal set: without any of them something overflows. Pass it to `keep_in_float32`."""
+    """A minimal set: if you leave out one of them, something overflows. Pass it to `keep_in_float32`."""
     patterns: tuple[str, ...]
     """The same modules, with one pattern such as `"blocks.*.mlp"` for several blocks; it may cover further blocks."""
     before: RangeReport
