@@ -13,7 +13,7 @@ from lossscale_core.adapters import clip_divisor, guard_state_from_dict
 from lossscale_core.errors import OverflowStreakError
 from lossscale_core.testing import simulate
 
-NORMS = st.lists(st.floats(0.0, 2.0**100, width=32) | st.sampled_from([math.inf, math.nan, 0.0]), max_size=60)
+NORMS = st.lists(st.floats(0.0, 2.0**100, width=32) | st.sampled_from([math.inf, math.nan, 1e300, 0.0]), max_size=60)
 
 
 def _log_normal(steps, seed, sigma=0.3):
@@ -54,26 +54,10 @@ def test_a_new_level_is_learnt(times, most):
     assert accepted[500 + most :].all()
 
 
-def test_the_first_norms_are_accepted():
-    """During the warm-up a guard accepts any finite norm."""
-    accepted, _ = _judged([1.0, 1e6, *[1.0] * 14, 1e9])
-    assert accepted.tolist() == [True] * 16 + [False]
-
-
-@pytest.mark.parametrize("norm", [math.nan, math.inf, 1e300])
-def test_infinite_norms_change_no_state(norm):
-    """A guard refuses a norm that is not finite in float32, and keeps its state."""
-    for norms in ([], _log_normal(50, 0)):
-        _, before = _judged(norms)
-        accepted, after = SpikeGuard().check(before, norm)
-        assert not accepted
-        assert after == before
-
-
 @given(NORMS)
 @example([1.0] * 12 + [1e30] * 6)  # a streak in which the weight grows
 def test_a_spike_counts_as_the_limit(norms):
-    """A guard's statistics include each accepted norm, and the limit in place of each spike."""
+    """The statistics include each accepted norm, the limit in place of each spike, and no norm that is not finite."""
     guard = SpikeGuard(warmup=3, memory=8)
     state = guard.init_state()
     for norm in norms:
@@ -85,11 +69,13 @@ def test_a_spike_counts_as_the_limit(norms):
         with np.errstate(all="ignore"):
             alike = guard.check(GuardState(*(np.stack([value] * 2) for value in state)), np.float32([norm] * 2))
         assert [accepted, *after] == [alike[0][1], *(value[1] for value in alike[1])]
-        spiked = math.isfinite(norm) and not accepted
-        assert spiked == (state.norms >= 3 and limit < norm < math.inf)
+        finite = norm < 2.0**128  # in float32
+        spiked = finite and not accepted
+        assert finite or not accepted
+        assert spiked == (finite and state.norms >= 3 and limit < norm)
         assert after.spikes == state.spikes + spiked
-        assert after.streak == (state.streak + 1 if spiked else 0 if math.isfinite(norm) else state.streak)
-        is_remembered = norm >= 2.0**-126 and math.isfinite(norm)  # norms of zero are steps without gradients
+        assert after.streak == (state.streak + 1 if spiked else 0 if finite else state.streak)
+        is_remembered = finite and norm >= 2.0**-126  # norms of zero are steps without gradients
         weight = max(float(state.streak) - 2, 1) / min(float(state.norms) + 1, 8)  # from the third spike on, it grows
         known = float(limit if spiked else norm if is_remembered else state.mean)
         mean = float(state.mean) + (known - float(state.mean)) * min(weight, 1)
