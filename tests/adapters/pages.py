@@ -16,8 +16,8 @@ def code_of(page: str, heading: str, number: int = 0, *, before: bool = False) -
     """
     below: dict[str, list[str]] = {}
     title = ""
-    for _, language, block, found in BLOCK_OR_HEADING.findall((ROOT / page).read_text(encoding="utf-8")):
-        title = found or title
+    for _, language, block, new_title in BLOCK_OR_HEADING.findall((ROOT / page).read_text(encoding="utf-8")):
+        title = new_title or title
         code = textwrap.dedent(block)
         if language == "diff":
             lines = code.splitlines(keepends=True)

@@ -30,8 +30,8 @@ def test_private_names_of_torch(base):
     assert (scaler._get_scale_async().item(), scaler._growth_tracker.dtype) == (8.0, torch.int32)
     assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
     param.grad = torch.full((1,), 8.0)
-    found = scaler._unscale_grads_(optimizer, torch.tensor(0.125), torch.zeros(()), False)
-    assert (found, param.grad.item()) == ({torch.device("cpu"): 0.0}, 1.0)
+    flags = scaler._unscale_grads_(optimizer, torch.tensor(0.125), torch.zeros(()), False)
+    assert (flags, param.grad.item()) == ({torch.device("cpu"): 0.0}, 1.0)
 
 
 class _TorchsStep(GradScaler):
@@ -60,7 +60,7 @@ def test_writes_between_step_and_update():
     """An update on a device continues from the values in the tensors; a loaded state or a new scale replaces them."""
     with Emulated("mps"):
         (_, optimizer), scaler = one(device="mps"), GradScaler("mps", init_scale=8.0, growth_interval=1)
-        saved = scaler.state_dict()
+        state = scaler.state_dict()
         scaler.place_on("mps")
         tensor = scaler._scale
         optimizer.register_step_post_hook(lambda *_: tensor.fill_(4.0))
@@ -68,7 +68,7 @@ def test_writes_between_step_and_update():
             take_step(scaler, optimizer, 1.0, new_scale)
             assert scaler.get_scale() == tensor.item() == expected
         tensor.fill_(4.0)
-        scaler.load_state_dict(saved)
+        scaler.load_state_dict(state)
         assert scaler.get_scale() == tensor.item() == 8.0
 
 

@@ -75,7 +75,7 @@ def _nanochat(rank, world_size):
 
 
 def test_nanochat():
-    """Ranks whose optimizer reduces inside its step skip together, with the bits of the page's loop before."""
+    """If an optimizer reduces in its step, all ranks skip together, with the bits of the loop before the change."""
     _on_ranks(2, _nanochat)
 
 
