@@ -1,6 +1,7 @@
 """Loss scaling for JAX: the five verbs over pytrees, a scaled `value_and_grad`, and a wrapper for any optimizer.
 
-All functions are pure, and work eagerly and under JAX's transforms. A scale state is a pytree of arrays of shape `()`.
+The verbs are `init_state`, `scale`, `all_finite`, `unscale` and `select`. All functions are pure. They work eagerly,
+and all except `overflow_report` work under JAX's transforms. A scale state is a pytree of arrays of shape `()`.
 """
 
 try:
@@ -8,8 +9,8 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("jax", "optax"):
         raise
-    needed = f"lossscale_jax needs jax and optax, and {error.name} is not installed"
-    raise ModuleNotFoundError(f'{needed}; run: pip install "lossscale[jax]"', name=error.name) from error
+    problem = f"lossscale_jax needs jax and optax, and {error.name} is not installed"
+    raise ModuleNotFoundError(f'{problem}; run: pip install "lossscale[jax]"', name=error.name) from error
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, __version__
 from lossscale_jax._optimizer import LossScaledTransformation, loss_scaled

@@ -15,10 +15,12 @@ Tree = TypeVar("Tree")
 """A pytree that is returned with the same structure."""
 
 SkipBy = Literal["cond", "select"]
-"""How to skip a compiled step: by a conditional around it, or by a choice between its results and the old values."""
+"""The way to skip a compiled step: a conditional around it, or a selection of its results or the old values."""
 
-_MAX_STACKED, _MIN_SPLIT, _PIECES = 2**14, 2**17, 8
-"""Arrays up to the first size are stacked. Groups of arrays above the second size are split into this many pieces."""
+_MAX_STACKED = 2**14
+"""The largest number of elements with which the arrays of a group are stacked, and summed by one operation."""
+_MIN_SPLIT, _PIECES = 2**17, 8
+"""Arrays with more than `_MIN_SPLIT` elements are split, so that their group has up to `_PIECES` arrays to combine."""
 
 
 def is_array(leaf: Any) -> bool:
@@ -32,7 +34,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def gradients_of(grads: PyTree) -> dict[Any, Array]:
-    """Return the leaves that hold floats, by path; raise `TypeError` if a leaf is not an array."""
+    """Return the leaves that hold floats and are not empty, by path; raise `TypeError` if a leaf is not an array."""
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     for _, leaf in leaves:
         if not is_array(leaf):
@@ -66,7 +68,7 @@ def multiply(grads: Tree, factor: Array) -> Tree:
 
 
 def divide(grads: Tree, loss_scale: Array) -> Tree:
-    """Divide gradients by a loss scale, in float32 or wider; float64 gradients without the error of a reciprocal."""
+    """Divide gradients by a loss scale, in float32 or wider; multiply by its reciprocal unless they are float64."""
     inverse = 1.0 / loss_scale.astype(float)  # in float64 with x64
 
     def divide_leaf(leaf: Array) -> Array:
@@ -92,9 +94,9 @@ def are_finite_with_norm(grads: PyTree, factor: Array, branches_on: Callable[[Ar
     """Return whether every element is finite, before and after a multiplication by `factor`, and the 2-norm after it.
 
     A finite sum of squares proves that all elements are finite, and costs one read at memory speed. If the sum is not
-    finite, or if the factor is above 1, the elements are tested one by one, and the norm is computed in units of a
-    large power of two, since the squares may overflow. If `branches_on` returns False for the sum, this exact
-    computation always runs. The norm is infinite if its dtype cannot hold it.
+    finite, or if the factor is above 1, an exact computation follows: it tests the elements one by one, and computes
+    the norm in units of a large power of two, since the squares may overflow. If `branches_on` returns False for the
+    sum, the exact computation always runs. The norm is infinite if its dtype cannot hold it.
     """
     groups = _groups(grads)
     if not groups:
@@ -111,8 +113,10 @@ def are_finite_with_norm(grads: PyTree, factor: Array, branches_on: Callable[[Ar
         exact_norm = jnp.where(jnp.isfinite(squares), norm, jnp.sqrt(in_units) * half * factor * half)
         return are_finite(grads, factor), exact_norm
 
-    is_proof = jnp.isfinite(squares) & (factor <= 1.0)
-    return lax.cond(is_proof, lambda: (is_proof, norm), compute_exactly) if branches_on(squares) else compute_exactly()
+    is_conclusive = jnp.isfinite(squares) & (factor <= 1.0)
+    if not branches_on(squares):
+        return compute_exactly()
+    return lax.cond(is_conclusive, lambda: (is_conclusive, norm), compute_exactly)
 
 
 def _groups(grads: PyTree) -> list[list[Array]]:
@@ -131,10 +135,10 @@ def _groups(grads: PyTree) -> list[list[Array]]:
 
 
 def _count_not_finite(group: list[Array], factor: Array) -> Array:
-    """Return the number of places where an array of the group, times `factor`, is not finite; large counts are rounded.
+    """Count the positions where an array of the group, times `factor`, is not finite; a large count is rounded.
 
-    The bits of floats, read as integers, have the order of the magnitudes, with infinity and NaN above all numbers. So
-    the largest integer in each place decides. XLA's maximum of floats would lose a NaN on a CPU.
+    The bits of positive floats, read as integers, are in the order of the floats, with infinity and NaN above all
+    numbers. So the largest integer at each position decides. XLA's maximum of floats would lose a NaN on a CPU.
     """
     pieces = _PIECES // len(group)
     if jax.device_count() == 1 and pieces > 1 and group[0].size > _MIN_SPLIT and group[0].size % pieces == 0:
@@ -144,8 +148,8 @@ def _count_not_finite(group: list[Array], factor: Array) -> Array:
     magnitudes = [lax.bitcast_convert_type(part, int_dtype) & jnp.iinfo(int_dtype).max for part in group]
     largest = lax.bitcast_convert_type(functools.reduce(jnp.maximum, magnitudes), dtype)
     flags = (~jnp.isfinite(largest * factor.astype(dtype))).astype(jnp.float32)
-    # On a CPU, XLA computes a sum of squares at memory speed, but a maximum one element at a time. On a GPU, XLA might
-    # write the factors of a product to memory.
+    # On a CPU, XLA computes a sum of squares at memory speed, but a plain sum one element at a time. On a GPU,
+    # XLA might write the factors of a product to memory.
     return _square_sum(flags) if jax.default_backend() == "cpu" else flags.sum()
 
 
@@ -230,7 +234,7 @@ def vary_over(tree: Any, axis_name: Hashable) -> Any:
 
 
 def require_reduced(decisive: Any, shared: Any) -> None:
-    """Raise `ValueError` if devices of `shard_map` share `shared` but may have different values in `decisive`."""
+    """Raise `ValueError` if `decisive` varies over a mesh axis of `shard_map` and `shared` does not."""
     axes = sorted(mesh_axes(*jax.tree.leaves(decisive)) - mesh_axes(*jax.tree.leaves(shared)))
     if axes:
         names = repr(axes[0] if len(axes) == 1 else tuple(axes))

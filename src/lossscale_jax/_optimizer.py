@@ -35,13 +35,16 @@ class _Settings(NamedTuple):
         return self.guard is not None or self.max_norm is not None
 
     def branches_on(self, value: Any) -> bool:
-        """Return whether to skip by a conditional; an eager step, with a `value` that is not traced, has none."""
+        """Return whether to skip by a conditional; never in an eager step, where the `value` is not traced."""
         skip_by = self.skip_by or ("select" if jax.default_backend() == "gpu" else "cond")
         return skip_by == "cond" and isinstance(value, jax.core.Tracer)
 
 
 class _Update:
-    """The function `update` of an optimizer; it also holds the settings and the function `init`."""
+    """The function `update` of an optimizer, with the settings of `loss_scaled` and the function `init`.
+
+    The settings are here because optax and flax nnx rebuild a transformation from its two functions.
+    """
 
     def __init__(self, settings: _Settings) -> None:
         self.settings = settings
@@ -59,14 +62,17 @@ class _Update:
             zeros = optax.tree.zeros_like(at_least_float32(trained_params(params)))
             window = Window(zeros, jnp.int32(0), jnp.asarray(False))
         guard_state = None if settings.guard is None else jax.tree.map(jnp.asarray, settings.guard.init_state())
-        last_step = _no_step()._replace(norm=jnp.float32(0.0) if settings.needs_norm else None)
+        # Each flag has its own array, because a buffer can be donated only once.
+        applied, overflowed, spiked = (jnp.asarray(False) for _ in range(3))
+        norm = jnp.float32(0.0) if settings.needs_norm else None
+        last_step = LastStep(applied, overflowed, spiked, norm)
         state = LossScaledState(init_state(settings.policy), inner_state, window, guard_state, last_step)
         return _states.place_with(state, params)
 
     def __call__(
         self, updates: Tree, state: LossScaledState, params: PyTree = None, **extra_args: Any
     ) -> tuple[Tree, LossScaledState]:
-        return take(self.settings, updates, state, params, extra_args)
+        return take_step(self.settings, updates, state, params, extra_args)
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -80,8 +86,6 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     The updates of a skipped step are zero. Leaves of `params` that are not arrays pass through.
     """
 
-    # optax unpacks a transformation into its two functions, and flax nnx rebuilds it from them. So `update` holds the
-    # settings.
     @property
     def policy(self) -> ScalingPolicy:
         """The policy, as in `diagnose(optimizer.policy, get_scale_state(opt_state))`."""
@@ -101,7 +105,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         """
         if params is None:
             raise ValueError("params=None cannot be updated; call apply_gradients(grads, state, params)")
-        return take(self.update.settings, grads, state, as_arrays(params), extra_args, applies_updates=True)
+        return take_step(self.update.settings, grads, state, as_arrays(params), extra_args, applies_updates=True)
 
 
 def loss_scaled(
@@ -183,12 +187,7 @@ def loss_scaled(
     return LossScaledTransformation(update.init, update)
 
 
-def _no_step() -> LastStep:
-    """Return the outcome before the first call; each flag has its own array, because a buffer can be donated once."""
-    return LastStep(jnp.asarray(False), jnp.asarray(False), jnp.asarray(False))
-
-
-def take(
+def take_step(
     settings: _Settings, grads: Any, state: Any, params: Any, extra_args: Any, *, applies_updates: bool = False
 ) -> tuple[Any, LossScaledState]:
     """Return the updates of a step, or with `applies_updates` the new parameters, and the state after the step."""
@@ -199,7 +198,7 @@ def take(
     proposal, window = _propose(settings, grads, state)
     last_step, scale_state, guard_state = _decide(settings, proposal, state)
     applied, loss_scale = last_step.applied, state.scale_state.loss_scale
-    # Computed outside of the step; inside, XLA would compute it again for each leaf.
+    # The factor is computed outside of the step; inside, XLA would compute it again for each leaf.
     shrink = None if settings.max_norm is None else 1.0 / clip_divisor(proposal.norm, settings.max_norm, xp=jnp)
 
     def step(grads: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -208,7 +207,7 @@ def take(
         updates, inner_state = settings.inner.update(unscaled, inner_state, at_least_float32(params), **extra_args)
         if not applies_updates:
             return updates, inner_state
-        # In float32, since `apply_updates` promotes half-precision parameters, which JAX's strict promotion refuses.
+        # `apply_updates` would add float32 to half-precision parameters, which JAX's strict promotion refuses.
         return optax.tree.cast_like(optax.apply_updates(at_least_float32(params), updates), params), inner_state
 
     # XLA lets a conditional reuse the memory of an operand only if one branch returns it unchanged. So a skip without
@@ -280,18 +279,17 @@ def _decide(settings: _Settings, proposal: _Proposal, state: LossScaledState) ->
         last_step = LastStep(applied, ~finite, proposed & ~applied, last_norm)
         return last_step, select(proposal.is_step, after, before), guard_state
 
-    last_step = state.last_step or _no_step()
-    last_norm = jnp.float32(0.0) if last_step.norm is None else last_step.norm
-    last_step = last_step._replace(norm=None if norm is None else last_norm)
+    last_norm = jnp.float32(0.0) if state.last_step.norm is None else state.last_step.norm
+    last_step = state.last_step._replace(norm=None if norm is None else last_norm)  # `max_norm` may differ between runs
     return _gradients.in_one_kernel(decide_scalars, (last_step, state.scale_state, state.guard_state))
 
 
 def _step_or_skip(
     settings: _Settings, applied: Array, step: Any, grads: PyTree, inner_state: PyTree, fallback: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Return `step(grads, inner_state)` if the step is applied, else `fallback` and the inner state, in the same form.
+    """Return `step(grads, inner_state)` if the step is applied, else `fallback` and the inner state.
 
-    If `fallback` is None, a skipped step returns the gradients.
+    A skipped step returns the structure and the dtypes of an applied one. If `fallback` is None, it returns `grads`.
     """
 
     def skip(like: Any, grads: PyTree, inner_state: PyTree) -> tuple[PyTree, PyTree]:

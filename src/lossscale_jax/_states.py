@@ -48,12 +48,12 @@ class LossScaledState(NamedTuple):
     """The state of the policy; read it with `get_scale_state`."""
     inner_state: PyTree
     """The state of the wrapped optimizer; a skipped step leaves it unchanged."""
-    window: Window | None = None
+    window: Window | None
     """The sum over the micro-batches of the current window; None without accumulation."""
-    guard_state: GuardState | None = None
+    guard_state: GuardState | None
     """The state of the spike guard; None without a guard."""
-    last_step: LastStep | None = None
-    """The outcome of the last call; read it with `get_last_step`. None in a state of an older version."""
+    last_step: LastStep
+    """The outcome of the last call; read it with `get_last_step`."""
 
 
 _FORBIDDEN_WRAPPERS = {optax.ApplyIfFiniteState: "apply_if_finite", optax.MultiStepsState: "MultiSteps"}
@@ -88,12 +88,9 @@ def get_last_step(opt_state: PyTree) -> LastStep:
         The outcome of the call, with the norm of the last applied step if it was computed: arrays of shape `()`.
 
     Raises:
-        ScaleStateError: As for `get_scale_state`; or the state is of an older version and has made no step since.
+        ScaleStateError: As for `get_scale_state`.
     """
-    last_step = _find(opt_state).last_step
-    if last_step is None:
-        raise ScaleStateError("a state of an older version has no last_step; take a step first")
-    return _plain(last_step)
+    return _plain(_find(opt_state).last_step)
 
 
 def _find(opt_state: PyTree) -> LossScaledState:
@@ -101,14 +98,14 @@ def _find(opt_state: PyTree) -> LossScaledState:
     for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _is_state(node) or type(node) in _FORBIDDEN_WRAPPERS):
         if type(node) in _FORBIDDEN_WRAPPERS and states_of(node):
             hint = "put it inside, as in loss_scaled(optax.chain(...), policy), or pass accumulation_steps="
-            does = "wraps loss_scaled and drops overflows before they can lower the loss scale, or keeps a NaN forever"
-            raise ScaleStateError(f"optax.{_FORBIDDEN_WRAPPERS[type(node)]} {does}; {hint}")
+            effect = "drops overflows before they can lower the loss scale, or keeps a NaN permanently"
+            raise ScaleStateError(f"optax.{_FORBIDDEN_WRAPPERS[type(node)]} wraps loss_scaled and {effect}; {hint}")
     states = states_of(opt_state)
     if len(states) == 1:
         return next(iter(states.values()))
-    held = f"{len(states)} scale states, at {', '.join(states)}" if states else "no scale state"
+    content = f"{len(states)} scale states, at {', '.join(states)}" if states else "no scale state"
     hint = "pass the part that you mean" if states else "wrap the optimizer in loss_scaled, or merge a split state"
-    raise ScaleStateError(f"the optimizer state ({type(opt_state).__name__}) holds {held}; {hint}")
+    raise ScaleStateError(f"the optimizer state ({type(opt_state).__name__}) holds {content}; {hint}")
 
 
 def _plain(state: Any) -> Any:

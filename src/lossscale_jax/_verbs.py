@@ -48,7 +48,7 @@ def init_state(policy: PolicyLike, *, device: Device | Sharding | None = None) -
 
     Args:
         policy: Anything that `lossscale_core.as_policy` accepts.
-        device: Where to place the state; by default, JAX's default device.
+        device: The device or the sharding of the state; by default, JAX's default device.
 
     Returns:
         The policy's state: a NamedTuple of float32 and int32 arrays of shape `()`, which is a pytree.
@@ -127,7 +127,7 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
 
     Args:
         grads: A pytree of arrays, as `jax.grad` of the scaled loss returns.
-        state: The state that scaled the loss, not the one after `policy.update`.
+        state: The state that scaled the loss; after `policy.update` the loss scale may be another.
 
     Returns:
         The gradients: float16 and bfloat16 leaves in float32, others in their own dtype, integer leaves unchanged.
@@ -214,7 +214,7 @@ def value_and_grad(
 
     Args:
         fun: Returns the loss, a scalar; with `has_aux`, a pair of the loss and anything else.
-        argnums: Which arguments of `fun` to differentiate, counted without the state.
+        argnums: The positions of the arguments of `fun` to differentiate, counted without the state.
         has_aux: Whether `fun` returns such a pair.
         axis_name: The axis of `shard_map`, `pmap` or `vmap`, or a tuple of axes, over which the data are split. The
             gradients are then unscaled, averaged over this axis and checked, so that `grads_finite` is the same on
@@ -227,8 +227,10 @@ def value_and_grad(
             bool array of shape `()`.
 
     Raises:
-        TypeError: The call raises it if `state` is not a state, or the loss is not a float scalar.
-        ValueError: The call raises it under `shard_map` if devices share a state, but their gradients or losses differ.
+        TypeError: `fun` is not a function. The returned function raises this error if `state` is not a state, or if the
+            loss is not a float scalar.
+        ValueError: The returned function raises this error under `shard_map` if devices share a state, but their
+            gradients or losses differ.
     """
     if not callable(fun):
         raise TypeError(

@@ -32,10 +32,14 @@ _HIDDEN_HINT = (
 )
 _SCALE, _COUNT, _FIELD = (re.compile(rf"(\.{f}|\['{f}'\])$") for f in ("loss_scale", "skipped_steps", r"\w+"))
 _structure: Any = jax.tree.structure
-_TINY_SCALE, _TINY_SCALE_LIMIT = 2.0**-20, 1.2
-"""A loss scale at which a term that is not scaled dominates, and the largest difference from the other result, as a
-fraction of the change of that result. It is above 1 because in float16 all gradients flush to zero at this scale, and
-the parameters stay unchanged."""
+_TINY_SCALE = 2.0**-20
+"""A loss scale at which a term that is not scaled, such as weight decay, is larger than the scaled gradients."""
+_TINY_SCALE_LIMIT = 1.2
+"""The largest difference of a step at `_TINY_SCALE` from a step at a scale of 1, as a fraction of the second step.
+
+The limit is above 1, because in float16 all gradients may flush to zero at `_TINY_SCALE`, which leaves the parameters
+unchanged.
+"""
 
 
 def check_train_step(
@@ -102,10 +106,10 @@ def check_train_step(
             for name in (name for name in filter(_COUNT.search, scales) if new_scales[name] <= scales[name]):
                 reached_policy = any(not same(scales[n], new_scales[n]) for n in scales if not _SCALE.search(n))
                 (a, _), (b, _) = (_flat(step_at(loss_scale, batch)) for loss_scale in SCALES)
-                grow = all(_is_close(old[n], a[n], b[n], CLOSE) for n in a)
-                hint = (_HIDDEN_HINT if grow else _SCALE_HINT) if reached_policy else _POLICY_HINT
-                counted = f"{name} is {new_scales[name]} after it and was {scales[name]} before"
-                raise AssertionError(f"step {number} had an infinite loss scale, but {counted}; {hint}")
+                is_scaled = all(_is_close(old[n], a[n], b[n], CLOSE) for n in a)
+                hint = (_HIDDEN_HINT if is_scaled else _SCALE_HINT) if reached_policy else _POLICY_HINT
+                counts = f"{name} is {new_scales[name]} after it and was {scales[name]} before"
+                raise AssertionError(f"step {number} had an infinite loss scale, but {counts}; {hint}")
             names = [name for name in old if not name.startswith(tuple(may_move)) and not same(old[name], new[name])]
             if names:
                 hint = _SELECT_HINT
@@ -118,22 +122,23 @@ def check_train_step(
                 (a, _), (b, _) = _flat(small), _flat(step_at(loss_scale, batch))
                 differences = [f"{name} differs" for name in a if not _is_close(old[name], a[name], b[name], limit)]
                 if differences:
-                    used = f"loss scales of {SCALES[0]:g} and {format_number(loss_scale)} gave different results"
-                    raise AssertionError(f"at step {number} {used}: {join_names(differences)}; {_UNSCALE_HINT}")
+                    scale_pair = f"loss scales of {SCALES[0]:g} and {format_number(loss_scale)}"
+                    problem = f"at step {number} {scale_pair} gave different results: {join_names(differences)}"
+                    raise AssertionError(f"{problem}; {_UNSCALE_HINT}")
             state = small
 
 
 def _flat(state: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the leaves outside of scale states, and the leaves of scale states, by name."""
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-    # A scale state has both fields; `sub` cuts a field off, which leaves the name of the state.
+    # A scale state has both fields; `sub` removes the field from a name, which leaves the name of the state.
     roots = {_SCALE.sub("", name) for name in leaves if _SCALE.search(name)}
     roots &= {_COUNT.sub("", name) for name in leaves if _COUNT.search(name)}
     scales = {name: leaf for name, leaf in leaves.items() if _FIELD.sub("", name) in roots}
-    # A skipped step also changes the other parts of a state of `loss_scaled`.
+    # A skipped step may also change two other parts of a state of `loss_scaled`.
     parts = [(root.rpartition("scale_state"), part) for root in roots for part in ("last_step", "window")]
-    own = tuple(f"{before}{part}{after}" for (before, scale_state, after), part in parts if scale_state)
-    return {name: leaf for name, leaf in leaves.items() if name not in scales and not name.startswith(own)}, scales
+    wrapper = tuple(f"{before}{part}{after}" for (before, scale_state, after), part in parts if scale_state)
+    return {name: leaf for name, leaf in leaves.items() if name not in scales and not name.startswith(wrapper)}, scales
 
 
 def _name(path: Any) -> str:
@@ -144,7 +149,10 @@ def _name(path: Any) -> str:
 
 
 def _is_close(old: Any, a: Any, b: Any, limit: float) -> bool:
-    """Return whether two results agree within `limit`, a fraction of their distance from the old values."""
+    """Return whether two results agree within `limit`, a fraction of the larger distance from the old values.
+
+    A limit above 1 is a fraction of the distance of `a` alone, since otherwise any distant `b` would pass.
+    """
     if not is_float(a):
         return same(a, b)
     old, a, b = (jnp.asarray(values, jnp.float32).ravel() for values in (old, a, b))

@@ -1,8 +1,7 @@
-"""Recipes of docs/jax.md: a limit of the norm, two optimizers, a finite loss, derivatives, export, older states."""
+"""Recipes of docs/jax.md: a limit of the norm, two optimizers, a finite loss, derivatives and export."""
 
 import functools
 
-import flax.serialization
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -12,8 +11,7 @@ import pytest
 
 import lossscale_jax
 from lossscale_core import DynamicScaling, GuardState, ScaleState, SpikeGuard
-from lossscale_core.errors import ScaleStateError
-from lossscale_jax import LossScaledState, get_last_step, get_scale_state, loss_scaled, value_and_grad
+from lossscale_jax import get_scale_state, loss_scaled, value_and_grad
 from tests.adapters.jax_reading import bits, step_of
 
 POLICY = DynamicScaling(init_scale=2.0**10)
@@ -89,26 +87,3 @@ def test_an_exported_step():
     arguments, step = (PARAMS, optimizer.init(PARAMS), PARAMS), jax.jit(optimizer.apply_gradients)
     exported = jax.export.deserialize(jax.export.export(step)(*arguments).serialize())
     assert bits(exported.call(*arguments)) == bits(step(*arguments))
-
-
-def _as_older(state):
-    """Return the parts of a state as versions before `last_step` had them."""
-    parts = {name: part for name, part in state._asdict().items() if name != "last_step"}
-    window = None if state.window is None else {**state.window._asdict(), "stepped": jnp.asarray(False)}
-    return {**parts, "window": window}
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0, "guard": SpikeGuard()}, {"accumulation_steps": 2}])
-def test_a_state_of_an_older_version(settings):
-    """A new state accepts the parts of an older state; an older state without a window continues unchanged."""
-    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
-    new, step = optimizer.init(PARAMS), jax.jit(optimizer.apply_gradients)
-    *_, (_, state) = _steps(optimizer, [1.0, 1.0])
-    restored = flax.serialization.from_bytes(_as_older(new), flax.serialization.to_bytes(_as_older(state)))
-    loaded = [new._replace(**{**restored, "window": new.window})]
-    if new.window is None:
-        loaded.append(LossScaledState(*_as_older(state).values()))
-        with pytest.raises(ScaleStateError, match="older version"):
-            get_last_step(loaded[-1])
-    for each in loaded:
-        assert bits(step(PARAMS, each, PARAMS)) == bits(step(PARAMS, state, PARAMS))
