@@ -11,6 +11,8 @@ import pytest
 READERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__", "item", "tolist")
 """The methods by which the host reads an array. JAX's transfer guard detects no read on a CPU."""
 WAYS = ("apply_gradients", "update")
+WRAPS = {"eager": lambda function: function, "jit": jax.jit}
+FLOAT8 = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e3m4", "float8_e8m0fnu"]
 
 
 def step_of(optimizer, way):
@@ -25,9 +27,20 @@ def step_of(optimizer, way):
     return step
 
 
+def numbers(tree):
+    """Return the leaves as NumPy arrays, PRNG keys as their numbers."""
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in jax.tree.leaves(tree)]
+
+
 def bits(tree):
     """Return the dtype and the bits of each leaf."""
-    return [(leaf.dtype, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+    return [(leaf.dtype, leaf.tobytes()) for leaf in numbers(tree)]
+
+
+def times(tree, factor):
+    """Multiply each leaf."""
+    return jax.tree.map(lambda leaf: leaf * factor, tree)
 
 
 @contextlib.contextmanager

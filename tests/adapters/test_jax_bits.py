@@ -37,8 +37,9 @@ for inner in (optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)):
 
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="the flag is one of x86 processors")
-def test_without_fused_multiply_add_a_step_is_that_without_scaling():
-    """With AVX only, XLA rounds each product and each sum. XLA reads its flags when a process starts."""
+def test_the_bits_without_loss_scaling():
+    """With AVX only, XLA rounds each product and each sum, and loss scaling changes no bit of a step."""
+    # XLA reads its flags when a process starts.
     environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_max_isa=AVX", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment

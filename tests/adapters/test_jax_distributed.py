@@ -1,4 +1,4 @@
-"""An overflow on one of eight devices skips the step on all devices, in 200 steps with random overflows."""
+"""Steps over eight devices: an overflow on one device skips the step on all devices."""
 
 import contextlib
 import functools
@@ -16,6 +16,7 @@ from lossscale_core import DynamicScaling
 from lossscale_core.testing import simulate
 from lossscale_jax import all_finite, get_scale_state, init_state, loss_scaled, scale, select, value_and_grad
 from tests.adapters.jax_reading import step_of
+from tests.core.guarded_run import GUARD
 from tests.jax_names import reshard, vary
 
 STEPS = 200
@@ -23,8 +24,8 @@ DEVICES = 8
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
 ADAM = optax.adam(1e-2)
 MEAN = optax.GradientTransformation(lambda _: (), lambda grads, state, _=None: (lax.pmean(grads, "data"), state))
-
-
+REDUCING = optax.chain(MEAN, ADAM)
+PARAMS = {"w": jnp.full((8, 8), 0.1), "b": jnp.zeros(8)}
 VICTIMS = np.minimum(np.random.default_rng(0).integers(0, 2 * DEVICES, STEPS), DEVICES)
 """The device that overflows at each step; DEVICES means that no device overflows."""
 EXPECTED = simulate(POLICY, list(VICTIMS == DEVICES))
@@ -46,15 +47,6 @@ def _loss(params, images):
     return jnp.mean((images @ params["w"] + params["b"] - 1.0) ** 2)
 
 
-def _params():
-    return {"w": jnp.full((8, 8), 0.1), "b": jnp.zeros(8)}
-
-
-def _check_replicated(tree):
-    for leaf in jax.tree.leaves(tree):
-        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
-
-
 def _run(step, params, opt_state, place=lambda images: images):
     """Train; check at each step that a skip leaves the parameters unchanged, and that the scale follows the policy."""
     for n, victim in enumerate(VICTIMS):
@@ -67,87 +59,78 @@ def _run(step, params, opt_state, place=lambda images: images):
     return params, opt_state
 
 
+def _step_of(optimizer, way="apply_gradients", mark=lambda params: params, gather=lambda params: params):
+    """Return a step by the optimizer; `mark` and `gather` change the parameters before and in the loss."""
+
+    def step(params, opt_state, images):
+        loss = lambda params: scale(_loss(gather(params), images), get_scale_state(opt_state))  # noqa: E731
+        return step_of(optimizer, way)(params, opt_state, jax.grad(loss)(mark(params)))
+
+    return step
+
+
+def _step_by_hand(params, opt_state, images):
+    """Take a step with `value_and_grad` and `select`."""
+    state, old = opt_state.scale_state, (params, opt_state.inner_state)
+    _, _, grads, finite = value_and_grad(_loss, axis_name="data")(state, params, images)
+    updates, inner_state = REDUCING.update(grads, opt_state.inner_state)
+    params, inner_state = select(finite, (optax.apply_updates(params, updates), inner_state), old)
+    return params, opt_state._replace(scale_state=POLICY.update(state, finite), inner_state=inner_state)
+
+
+@functools.cache
 def _single_device_run():
     optimizer = loss_scaled(ADAM, POLICY)
+    return _run(jax.jit(_step_of(optimizer)), PARAMS, optimizer.init(PARAMS))[0]
 
-    @jax.jit
-    def step(params, opt_state, images):
-        grads = jax.grad(lambda params: scale(_loss(params, images), get_scale_state(opt_state)))(params)
-        return optimizer.apply_gradients(grads, opt_state, params)
 
-    return _run(step, _params(), optimizer.init(_params()))
+def _check_equal_copies(tree):
+    for leaf in jax.tree.leaves(tree):
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
 
 
 def _assert_close(params, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, expected)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_with_value_and_grad(check_vma):
-    """With `axis_name`, gradients are averaged, flags are combined, and the states of all devices stay equal."""
-    mesh = _mesh()
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P()), check_vma=check_vma
-    )
-    def step(params, carry, images):
-        opt_state, scale_state = carry
-        out = value_and_grad(_loss, axis_name="data")(scale_state, params, images)
-        updates, new_opt_state = ADAM.update(out.grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_opt_state
-        params, opt_state = select(out.grads_finite, new, (params, opt_state))
-        return params, (opt_state, POLICY.update(scale_state, out.grads_finite))
-
-    params, carry = _params(), (ADAM.init(_params()), init_state(POLICY))
-    for n, victim in enumerate(VICTIMS):
-        params, carry = step(params, carry, _batch(victim))
-        assert carry[1].loss_scale == EXPECTED.loss_scale_after[n]
-    _check_replicated((params, carry))
-    _assert_close(params, _single_device_run()[0])
+def _shard_map(step, check_vma=True):
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": (P(), P())}
+    return jax.jit(jax.shard_map(step, mesh=_mesh(), check_vma=check_vma, **specs))
 
 
-@pytest.mark.parametrize(("way", "skip_by"), [("apply_gradients", "cond"), ("update", "cond"), ("update", "select")])
-def test_shard_map_with_unreduced_gradients(way, skip_by):
-    """`axis_name` combines the flags, and the optimizer inside reduces the gradients.
+def _pmap(step):
+    """Return a step over copies of the parameters and the state, which stay equal on all devices."""
+    mapped = jax.pmap(step, axis_name="data")
 
-    The updates then vary over fewer axes than the gradients.
-    """
-    optimizer = loss_scaled(optax.chain(MEAN, ADAM), POLICY, axis_name="data", skip_by=skip_by)
+    def pmapped(params, opt_state, images):
+        copies = jax.tree.map(lambda leaf: np.stack([leaf] * DEVICES), (params, opt_state))
+        new = mapped(*copies, images.reshape(DEVICES, 2, 8))
+        _check_equal_copies(new)
+        return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[0]), new)
 
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=(P(), P()))
-    def step(params, opt_state, images):
-        own = vary(params, "data")
-        grads = jax.grad(lambda params: scale(_loss(params, images), get_scale_state(opt_state)))(own)
-        return step_of(optimizer, way)(params, opt_state, grads)
-
-    params, opt_state = _run(step, _params(), optimizer.init(_params()))
-    _check_replicated((params, opt_state))
-    _assert_close(params, _single_device_run()[0])
+    return pmapped
 
 
-@pytest.mark.parametrize("call", ["value_and_grad", "apply_gradients"])
-def test_pmap(call):
-    """With `axis_name`, an overflow on one device skips the step on all devices, and their copies stay equal."""
-    inner = optax.chain(MEAN, ADAM)
-    optimizer = loss_scaled(inner, POLICY, axis_name="data")
+_of = functools.partial(loss_scaled, REDUCING, POLICY, axis_name="data")
+_varying = functools.partial(_step_of, mark=lambda params: vary(params, "data"))
+MAPPED = {
+    "value_and_grad in shard_map": lambda: _shard_map(_step_by_hand),
+    "value_and_grad in shard_map without check_vma": lambda: _shard_map(_step_by_hand, check_vma=False),
+    "value_and_grad in pmap": lambda: _pmap(_step_by_hand),
+    # The updates vary over fewer axes than the gradients, because the optimizer inside reduces them.
+    "apply_gradients in shard_map": lambda: _shard_map(_varying(_of())),
+    "update in shard_map": lambda: _shard_map(_varying(_of(), "update")),
+    "update in shard_map by select": lambda: _shard_map(_varying(_of(skip_by="select"), "update")),
+    "apply_gradients in pmap": lambda: _pmap(_step_of(_of())),
+}
 
-    @functools.partial(jax.pmap, axis_name="data")
-    def step(params, opt_state, images):
-        state, old = opt_state.scale_state, (params, opt_state.inner_state)
-        if call == "apply_gradients":
-            grads = jax.grad(lambda params: scale(_loss(params, images), state))(params)
-            return optimizer.apply_gradients(grads, opt_state, params)
-        _, _, grads, finite = value_and_grad(_loss, axis_name="data")(state, params, images)
-        updates, inner_state = inner.update(grads, opt_state.inner_state)
-        params, inner_state = select(finite, (optax.apply_updates(params, updates), inner_state), old)
-        return params, opt_state._replace(scale_state=POLICY.update(state, finite), inner_state=inner_state)
 
-    start = jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), (_params(), optimizer.init(_params())))
-    params, opt_state = _run(step, *start, lambda images: images.reshape(DEVICES, 2, 8))
-    assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves((params, opt_state)))
-    _assert_close(jax.tree.map(lambda leaf: leaf[0], params), _single_device_run()[0])
+@pytest.mark.parametrize("make_step", MAPPED.values(), ids=MAPPED)
+def test_devices_decide_together(make_step):
+    """With `axis_name`, all devices take the same steps as one device with the whole batch, and stay equal."""
+    params, opt_state = _run(make_step(), PARAMS, _of().init(PARAMS))
+    _check_equal_copies((params, opt_state))
+    _assert_close(params, _single_device_run())
 
 
 @pytest.mark.parametrize(
@@ -159,32 +142,23 @@ def test_pmap(call):
 )
 def test_sharded_jit(axis_type, way, max_norm):
     """Data and parameters that are sharded over a mesh need no `axis_name`, because their reductions are global."""
-    mesh = _mesh(axis_type)
-    optimizer = loss_scaled(ADAM, POLICY, max_norm=max_norm)
+    mesh, optimizer = _mesh(axis_type), loss_scaled(ADAM, POLICY, max_norm=max_norm)
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
-
-    @jax.jit
-    def step(params, opt_state, images):
-        # The matrix product of two arrays sharded alike needs one of them whole.
-        whole = lambda p: reshard(p, P()) if axis_type is AxisType.Explicit else p  # noqa: E731
-        gathered = functools.partial(jax.tree.map, whole)
-        grads = jax.grad(lambda params: scale(_loss(gathered(params), images), get_scale_state(opt_state)))(params)
-        return step_of(optimizer, way)(params, opt_state, grads)
-
+    # The matrix product of two arrays sharded alike needs one of them whole.
+    whole = lambda p: reshard(p, P()) if axis_type is AxisType.Explicit else p  # noqa: E731
+    step = jax.jit(_step_of(optimizer, way, gather=functools.partial(jax.tree.map, whole)))
     with jax.set_mesh(mesh):
-        params = jax.tree.map(place, _params())
+        params = jax.tree.map(place, PARAMS)
         params, opt_state = _run(step, params, jax.jit(optimizer.init)(params), place)
     assert params["w"].sharding.spec[0] == "data"
-    _check_replicated(get_scale_state(opt_state))
-    _assert_close(params, _single_device_run()[0])
+    _check_equal_copies(get_scale_state(opt_state))
+    _assert_close(params, _single_device_run())
 
 
-def test_parameters_sharded_inside_shard_map():
+def test_rows_of_parameters_in_shard_map():
     """If each device owns a row of the weights, only the flag must be combined."""
-    optimizer = loss_scaled(ADAM, POLICY, axis_name="data")
-    start = jnp.ones((8, 8))
-    state_specs = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), optimizer.init(start))
-    specs = P("data"), state_specs
+    optimizer, start = loss_scaled(ADAM, POLICY, axis_name="data"), jnp.ones((8, 8))
+    specs = P("data"), jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), optimizer.init(start))
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=_mesh(), in_specs=(*specs, P("data")), out_specs=specs)
@@ -195,10 +169,32 @@ def test_parameters_sharded_inside_shard_map():
     _run(step, start, optimizer.init(start), lambda images: images[::2])
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_check_one_norm(check_vma):
+    """With `axis_name` the guard compares the norm over all devices; a spike on one device skips the step on all."""
+    optimizer = loss_scaled(REDUCING, POLICY, axis_name="data", guard=GUARD)
+
+    def step(params, opt_state, norms):
+        return optimizer.apply_gradients(norms * get_scale_state(opt_state).loss_scale, opt_state, params)
+
+    step, params = _shard_map(step, check_vma), jnp.array([0.5])
+    opt_state, expected = optimizer.init(params), GUARD.init_state()
+    for n in range(24):
+        before, norms = params, np.ones(DEVICES, np.float32)
+        norms[n % DEVICES] = {10: 50.0, 11: 50.0, 12: np.inf, 20: 1e3}.get(n, 2.0)
+        params, opt_state = step(params, opt_state, norms)
+        accepted, expected = GUARD.check(expected, np.sqrt(np.sum(norms**2)))
+        np.testing.assert_allclose(opt_state.guard_state, expected, rtol=1e-5)
+        assert get_scale_state(opt_state).skipped_steps == (n >= 12)
+        assert (params != before) == accepted
+    _check_equal_copies((params, opt_state))
+    assert expected.spikes == 3
+
+
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"accumulation_steps": 2}])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_one_compilation_serves_a_sharded_run(settings, axis_type):
-    """The first state has the shardings that a step returns, so a run compiles once."""
+def test_a_sharded_run_compiles_once(settings, axis_type):
+    """The first state has the shardings that a step returns."""
     mesh = _mesh(axis_type)
     is_explicit = axis_type is AxisType.Explicit
     named = [None] if is_explicit else []  # there, the specs that a step returns name every dimension
@@ -234,34 +230,36 @@ def test_all_finite_over_axes():
     assert not check(jnp.ones((4, 2)).at[3, 1].set(jnp.nan))
 
 
-@pytest.mark.parametrize("call", ["value_and_grad", "update"])
-def test_a_forgotten_axis_name_is_an_error(call):
-    """Without `axis_name`, `shard_map` raises an error if the devices would decide differently or sum the gradients."""
+def _forgotten(by_optimizer):
+    """Return a step that decides by the gradients of its own device."""
     optimizer = loss_scaled(ADAM, POLICY)
 
     def step(params, opt_state, images):
-        own = vary(params, "data")
-        if call == "value_and_grad":
-            return value_and_grad(_loss)(get_scale_state(opt_state), own, images).grads_finite
-        grads = jax.grad(_loss)(own, images)
-        return optimizer.update(grads, opt_state, own)[1].scale_state.loss_scale
+        if by_optimizer:
+            return _varying(optimizer, "update")(params, opt_state, images)
+        return value_and_grad(_loss)(get_scale_state(opt_state), vary(params, "data"), images).grads, opt_state
 
-    mapped = jax.shard_map(step, mesh=_mesh(), in_specs=(P(), P(), P("data")), out_specs=P())
+    return step
+
+
+@pytest.mark.parametrize("by_optimizer", [False, True])
+def test_a_forgotten_axis_name(by_optimizer):
+    """Without `axis_name`, `shard_map` raises an error if the devices would decide differently."""
     with pytest.raises(ValueError, match=r"differ along mesh axis 'data'.*axis_name='data'"):
-        mapped(_params(), optimizer.init(_params()), _batch(DEVICES))
+        _shard_map(_forgotten(by_optimizer))(PARAMS, loss_scaled(ADAM, POLICY).init(PARAMS), _batch(DEVICES))
 
 
 @pytest.mark.parametrize("axis_name", [None, "data", "model", ("data",)])
-def test_a_forgotten_second_axis_is_an_error(axis_name):
+def test_a_forgotten_second_axis(axis_name):
     """A batch that is split over two axes needs both names."""
 
     def step(axis_name):
         differentiated = value_and_grad(_loss, axis_name=axis_name)
         specs = {"in_specs": (P(), P(), P(("data", "model"))), "out_specs": P()}
-        return jax.shard_map(lambda state, *args: differentiated(state, *args).grads, mesh=_mesh_of_two(), **specs)
+        grads_of = lambda state, *args: differentiated(state, *args).grads  # noqa: E731
+        return jax.jit(jax.shard_map(grads_of, mesh=_mesh_of_two(), **specs))
 
-    arguments = init_state(POLICY), _params(), jnp.asarray(_batch(DEVICES))
+    arguments = init_state(POLICY), PARAMS, jnp.asarray(_batch(DEVICES))
     with pytest.raises(ValueError, match=r"losses differ along mesh axis .*, with every axis to combine"):
         step(axis_name)(*arguments)
-    grads = step(("data", "model"))(*arguments)
-    _assert_close(grads, jax.grad(_loss)(*arguments[1:]))
+    _assert_close(step(("data", "model"))(*arguments), jax.grad(_loss)(*arguments[1:]))

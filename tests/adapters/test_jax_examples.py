@@ -44,7 +44,7 @@ def test_no_example_is_left_out():
 
 @pytest.mark.parametrize("name", HELD_BACK)
 def test_it_learns(name, capsys):
-    """An example reads more than nine digits in ten, its first steps overflow, and its float32 weights are finite."""
+    """An example classifies over 90 % of the digits; its first steps overflow, and its float32 weights stay finite."""
     result = _main(name)()
     assert result.accuracy > 0.9
     assert result.scale_state.steps == 200
@@ -60,7 +60,7 @@ def test_it_learns(name, capsys):
 
 
 @pytest.mark.parametrize("name", HELD_BACK)
-def test_an_overflow_changes_nothing_but_the_scale(name):
+def test_an_overflow_changes_the_scale_only(name):
     """If the first step overflows, all trained values are the same as before, bit for bit."""
     before, after = (_main(name)(steps) for steps in (0, 1))
     assert after.scale_state.skipped_steps == 1
@@ -69,7 +69,7 @@ def test_an_overflow_changes_nothing_but_the_scale(name):
     assert [number.tobytes() for number in final] == [number.tobytes() for number in initial]
 
 
-def test_a_resumed_run_is_one_that_was_never_interrupted():
+def test_a_resumed_run():
     """A resumed run has the same bits as an uninterrupted run, in the counters of policy and guard, too."""
     main = _main("jax_orbax")
     resumed, uninterrupted = (main(60, resumes=resumes).training for resumes in (True, False))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lossscale_jax import all_finite, get_last_step, loss_scaled
-from tests.adapters.test_jax_verbs import FLOAT8
+from tests.adapters.jax_reading import FLOAT8
 from tests.jax_names import enable_x64
 
 DTYPES = [*FLOAT8, "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]

@@ -1,9 +1,9 @@
 """Random programs with `loss_scaled`, compared with a plain loop of the wrapped optimizer without loss scaling."""
 
-import dataclasses
 import functools
 import pickle
 import random
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, state_to_dict
-from lossscale_jax import get_last_step, get_scale_state, load_scale_state, loss_scaled
-from tests.adapters.jax_reading import bits
+from lossscale_jax import LossScaledState, get_last_step, get_scale_state, load_scale_state, loss_scaled
+from tests.adapters.jax_reading import bits, numbers
 
 PROGRAMS = 16
 SELECTING_PROGRAMS = 6
@@ -28,6 +28,7 @@ INNERS = {
     "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=lambda count: 0.1 / (count + 1)),
     "MultiSteps": lambda: optax.MultiSteps(optax.sgd(0.125), 2).gradient_transformation(),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+    "half moments": lambda: optax.adam(0.1, mu_dtype="bfloat16"),
 }
 AROUND = {
     "nothing": lambda scaled: scaled,
@@ -36,6 +37,7 @@ AROUND = {
     "partition": lambda scaled: optax.partition({"all": scaled}, lambda tree: jax.tree.map(lambda _: "all", tree)),
     "injected": lambda scaled: optax.inject_hyperparams(lambda unused: scaled)(unused=1.0),
 }
+MODES = ["jit", "two calls", "eager", "donated", "scan", "vmap", "checkpoint", "resumed"]
 POLICIES = [
     DynamicScaling(init_scale=16.0, growth_interval=2, max_scale=2.0**8),
     DynamicScaling(init_scale=64.0, growth_interval=1, hysteresis=2, max_scale=2.0**8),
@@ -44,8 +46,7 @@ POLICIES = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """A random program."""
 
     params: dict
@@ -59,47 +60,41 @@ class Program:
     bad: float
 
 
-def _leaf(draw, kind):
-    numbers = np.random.default_rng(draw.getrandbits(32)).choice([-2.0, -0.0, 0.25, 1.0], size=(2, 3))
-    match kind:
-        case "none":
-            return None
-        case "empty":
-            return jnp.zeros((0, 3))
-        case "scalar":
-            return jnp.float32(numbers[0, 0])
-        case "integer":
-            return jnp.arange(3)
-        case "nested":
-            return [jnp.asarray(numbers), {"half": jnp.asarray(numbers[0], jnp.float16)}]
-        case _:
-            return jnp.asarray(numbers, kind)
+KINDS = {
+    **{dtype: lambda numbers, dtype=dtype: jnp.asarray(numbers, dtype) for dtype in ("float32", "float16", "bfloat16")},
+    "empty": lambda numbers: jnp.zeros((0, 3)),
+    "none": lambda numbers: None,
+    "scalar": lambda numbers: jnp.float32(numbers[0, 0]),
+    "nested": lambda numbers: [jnp.asarray(numbers), {"half": jnp.asarray(numbers[0], jnp.float16)}],
+    "complex": lambda numbers: jnp.asarray(numbers * (1.0 - 0.5j)),
+    "integer": lambda numbers: jnp.arange(3),
+}
+
+
+def _numbers(draw, shape):
+    return np.random.default_rng(draw.getrandbits(32)).choice([-2.0, -0.5, -0.0, 0.25, 1.0], size=shape)
 
 
 def _gradients(draw, params):
-    def gradient(param):
-        if not _is_float(param):
-            return jnp.zeros_like(param)
-        numbers = np.random.default_rng(draw.getrandbits(32)).choice([-1.0, -0.5, 0.25, 1.0], size=param.shape)
-        return jnp.asarray(numbers, param.dtype)
-
+    gradient = lambda param: jnp.asarray(_numbers(draw, param.shape) * _is_float(param), param.dtype)  # noqa: E731
     return jax.tree.map(gradient, params)
 
 
 def _program(seed):
-    draw = random.Random(seed)
-    kinds = ["float32", "float16", "bfloat16", "empty", "none", "scalar", "nested", "integer"]
-    inner = draw.choice(list(INNERS))
-    chosen = draw.sample(kinds if inner == "sgd" else kinds[:-1], draw.randint(0, 3))  # others make floats of integers
-    params = {"first": _leaf(draw, draw.choice(kinds[:3]))} | {kind: _leaf(draw, kind) for kind in chosen}
-    settings = {
-        "accumulation_steps": draw.choice([1, 1, 2, 3]),
-        "max_norm": draw.choice([None, None, 0.5]),
-    }
-    batches = [(_gradients(draw, params), draw.random() < 0.3) for _ in range(draw.randint(3, 8))]
-    mode = draw.choice(["jit", "two calls", "eager", "donated", "scan", "vmap", "checkpoint", "resumed"])
+    draw, kinds = random.Random(seed), list(KINDS)
+    inner = list(INNERS)[seed % len(INNERS)]
+    names = draw.sample(kinds[:-1], draw.randint(0, 3))
+    names += ["integer"] if inner == "sgd" else []  # others make floats of integers
+    params = {"first": KINDS[draw.choice(kinds[:3])](_numbers(draw, (2, 3)))}
+    params |= {name: KINDS[name](_numbers(draw, (2, 3))) for name in names}
+    settings = {"accumulation_steps": draw.choice([1, 1, 2, 3]), "max_norm": draw.choice([None, None, 0.5])}
+    steps = settings["accumulation_steps"]
+    flags = [draw.random() < 0.3 for _ in range(steps * draw.randint(2, 4))] + [False] * steps
+    batches = [(_gradients(draw, params), overflows) for overflows in flags]
+    mode = MODES[seed % len(MODES)]
     bad = draw.choice([np.inf, -np.inf, np.nan])
-    return Program(params, inner, draw.choice(list(AROUND)), draw.choice(POLICIES), settings, mode, batches, bad)
+    around = list(AROUND)[(seed + 2) % len(AROUND)]  # inject_hyperparams refuses float16 next to bfloat16, as in seed 3
+    return Program(params, inner, around, POLICIES[seed // 4 % 4], settings, mode, batches, bad)
 
 
 def _is_float(leaf):
@@ -107,11 +102,14 @@ def _is_float(leaf):
 
 
 def _in_float32(tree):
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if _is_float(leaf) else leaf, tree)
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, "float32")) if _is_float(leaf) else leaf, tree
+    )
 
 
 def _apply_updates(params, updates):
-    """Add `updates` to `params` in float32; keep the dtypes of `params`."""
+    """Add `updates`, which must be float32 or complex, to `params`; keep the dtypes of `params`."""
+    assert all(leaf.dtype in ("float32", "complex64", "int32") for leaf in jax.tree.leaves(updates))
     return jax.tree.map(
         lambda param, wide, update: (wide + update).astype(param.dtype), params, _in_float32(params), updates
     )
@@ -141,8 +139,7 @@ class Reference:
 
     def _apply(self, grads):
         if self.program.settings["max_norm"] is not None:
-            squares = [np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(grads) if _is_float(leaf)]
-            self.norm = np.sqrt(sum(squares))
+            self.norm = np.linalg.norm([np.linalg.norm(leaf) for leaf in jax.tree.leaves(grads) if _is_float(leaf)])
             shrink = np.float32(min(1.0, self.program.settings["max_norm"] / max(self.norm, 1e-30)))
             grads = jax.tree.map(lambda leaf: leaf * shrink if _is_float(leaf) else leaf, grads)
         updates, self.inner_state = self.inner.update(grads, self.inner_state, _in_float32(self.params))
@@ -184,13 +181,19 @@ def _resume(program, carry):
     return params, load_scale_state(opt_state, saved, program.policy)
 
 
+def _inner_state(opt_state):
+    is_state = lambda node: isinstance(node, LossScaledState)  # noqa: E731
+    (state,) = filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state))
+    return state.inner_state
+
+
 def _run(program, **jit_options):
-    """Run the program in its mode; yield parameters, scale state and outcome after each step."""
+    """Run the program in its mode; yield parameters, inner state, scale state and outcome after each step."""
     jit = functools.partial(jax.jit, **jit_options)
     optimizer = _optimizer(program)
     step, params = _step(program, optimizer), jax.tree.map(jnp.copy, program.params)
     carry = params, optimizer.init(params)
-    seen = lambda carry: (carry[0], get_scale_state(carry[1]), get_last_step(carry[1]))  # noqa: E731
+    seen = lambda carry: (carry[0], _inner_state(carry[1]), get_scale_state(carry[1]), get_last_step(carry[1]))  # noqa: E731
     stacked = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
     batches = [(grads, jnp.asarray(overflows)) for grads, overflows in program.batches]
     if program.mode == "scan":
@@ -214,40 +217,44 @@ def _run(program, **jit_options):
     assert program.mode == "eager" or wrapped._cache_size() == 1
 
 
-@pytest.mark.parametrize("seed", range(PROGRAMS))
-def test_a_program_equals_the_loop_without_scaling(seed):
-    """After each step, parameters, dtypes, scale state and outcome equal the loop without scaling.
+def _require_close(tree, expected):
+    """Require the structure, the dtypes, the shapes and about the numbers of `expected`."""
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for ours, theirs in zip(numbers(tree), numbers(expected), strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        tolerance = TOLERANCE.get(str(ours.dtype), 2e-5)
+        np.testing.assert_allclose(ours.astype(complex), theirs.astype(complex), rtol=tolerance, atol=tolerance / 10)
 
-    A call that applies no step leaves the parameters unchanged, bit for bit.
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_a_program_equals_training_without_scaling(seed):
+    """After each step, parameters, states and outcome equal the loop without scaling, in dtypes, too.
+
+    A call that applies no step leaves parameters and inner state unchanged, bit for bit.
     """
     program = _program(seed)
-    reference, before = Reference(program), program.params
-    for (grads, overflows), (params, scale_state, last_step) in zip(program.batches, _run(program), strict=True):
-        old = reference.params
+    reference, before = Reference(program), None
+    for (grads, overflows), (params, inner_state, scale_state, last_step) in zip(
+        program.batches, _run(program), strict=True
+    ):
         reference.step(grads, overflows)
-        assert reference.params is not old or bits(params) == bits(before)
-        before = params
+        assert reference.applied or before in (None, bits((params, inner_state)))
+        before = bits((params, inner_state))
         assert [float(number) for number in scale_state] == [float(number) for number in reference.scale_state]
         assert (last_step.applied, last_step.overflowed) == (reference.applied, reference.overflowed)
         assert last_step.norm is None or last_step.norm == pytest.approx(reference.norm, rel=1e-5)
         assert (last_step.norm is None) == (program.settings["max_norm"] is None)
-        assert jax.tree.structure(params) == jax.tree.structure(reference.params)
-        for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(reference.params), strict=True):
-            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-            tolerance = TOLERANCE.get(str(ours.dtype), 2e-5)
-            np.testing.assert_allclose(
-                np.asarray(ours, np.float64), np.asarray(theirs, np.float64), rtol=tolerance, atol=tolerance
-            )
+        _require_close((params, inner_state), (reference.params, reference.inner_state))
 
 
 @pytest.mark.parametrize("seed", range(SELECTING_PROGRAMS))
-def test_select_and_cond_give_the_same_bits(seed):
+def test_select_and_cond_agree(seed):
     """`skip_by="select"` gives the bits of `skip_by="cond"` if XLA fuses no product with a sum."""
     program = _program(seed)
     guard = SpikeGuard(threshold=1.5, memory=4, warmup=2) if seed % 2 else None
     runs = {}
     for skip_by in ("cond", "select"):
         settings = program.settings | {"skip_by": skip_by, "guard": guard}
-        run = _run(dataclasses.replace(program, settings=settings), compiler_options=UNFUSED)
+        run = _run(program._replace(settings=settings), compiler_options=UNFUSED)
         runs[skip_by] = [bits(step) for step in run]
     assert runs["select"] == runs["cond"]

@@ -27,7 +27,7 @@ def _steps(optimizer, factors):
         yield params, opt_state
 
 
-def test_a_step_above_a_fixed_norm_is_skipped():
+def test_a_limit_of_the_norm():
     """`optax.MultiSteps` of one step inside leaves the parameters unchanged, and the policy counts a finite step."""
     is_large = functools.partial(optax.skip_large_updates, max_squared_norm=100.0)
     inner = optax.MultiSteps(optax.adam(0.1), 1, should_skip_update_fn=is_large)
@@ -46,7 +46,7 @@ def test_two_optimizers_decide_together(bad):
     assert [bits(params[key]) == bits(PARAMS[key]) for key in PARAMS] == [bad is not None] * 2
 
 
-def test_a_loss_that_must_be_finite_too():
+def test_a_loss_must_be_finite():
     """An infinite loss with finite gradients is an overflow if the flags are combined."""
     value, _, _, finite = value_and_grad(lambda x: x + jnp.inf)(POLICY.init_state(), 1.0)
     assert finite
@@ -54,7 +54,7 @@ def test_a_loss_that_must_be_finite_too():
 
 
 @pytest.mark.parametrize(("exponent", "is_finite"), [(15, True), (16, False), (17, False)])
-def test_a_float16_loss_is_infinite_at_a_scale_of_2_to_the_16(exponent, is_finite):
+def test_a_float16_loss_at_large_scales(exponent, is_finite):
     """As docs/troubleshooting.md says: every step at such a scale is skipped, although the true gradients are small."""
     grad_of = value_and_grad(lambda x: (x * 1e-3).astype(jnp.float16))
     assert grad_of(POLICY.init_state()._replace(loss_scale=jnp.float32(2.0**exponent)), 1.0).grads_finite == is_finite
