@@ -242,6 +242,7 @@ def _compare(rank, world_size):
     _reduce_partial_sums(grid)
     _leave_gradients_after_an_error(layouts["fsdp"])
     _join_stages(rank, grid)
+    _combine_flags_alone(rank)
     if HAS_FSDP2_ON_CPU:
         _wrap_modules(all_ranks, grid)
     _require_same_on_ranks()
@@ -306,6 +307,16 @@ def _join_stages(rank, grid):
         dist.all_gather_object(parts, [_whole(param.grad) for param in _params(specs, by=by)], group=group)
         whole = [grad for part in parts for grad in part]
         _require_norm(partial(_params, specs, by=by), whole, way, fused, norm_group=group)
+
+
+def _combine_flags_alone(rank):
+    """Check gradients that are not on a mesh: the ranks of a process group share the flag, and keep their norms."""
+    param = nn.Parameter(torch.ones(4))
+    for group, is_good in ((None, rank != 2), (dist.group.WORLD, False)):
+        param.grad = torch.full((4,), NAN if rank == 2 else 1.0)
+        norm, grads_finite = clip_and_check_(param, MAX_NORM, process_group=group)
+        assert norm.item() == pytest.approx(NAN if rank == 2 else 2.0, nan_ok=True)
+        assert grads_finite.item() is is_good
 
 
 def _wrap_modules(all_ranks, grid):
