@@ -44,19 +44,21 @@ def _logged_records():
         LOGGER.setLevel(level)
 
 
-def _run(policy, run, every=1):
-    """Return the records of a run with a watch that looks every few steps, and the state at the end."""
-    watch, state = ScaleWatch(), policy.init_state()
+def _run(policy, *runs, looks=None):
+    """Return the records of runs with one watch, which looks at these steps or at all, and the last state."""
+    watch = ScaleWatch()
     with _logged_records() as records:
-        for step, finite in enumerate(run, 1):
-            state = policy.update(state, finite)
-            if step % every == 0:
-                watch.log(policy, state)
+        for run in runs:
+            state = policy.init_state()
+            for step, finite in enumerate(run, 1):
+                state = policy.update(state, finite)
+                if looks is None or step in looks:
+                    watch.log(policy, state)
     return records, state
 
 
-def _events(policy, run, **how):
-    return [(record.event, record.steps) for record in _run(policy, run, **how)[0]]
+def _events(policy, *runs, looks=None):
+    return [(record.event, record.steps) for record in _run(policy, *runs, looks=looks)[0]]
 
 
 START, STUCK, SKIPPING = ("calibrating", 1), "stuck at min_scale", "skipping too often"
@@ -74,13 +76,16 @@ LOGS = [
     # skips that go on, at any scale and at the floor
     (DynamicScaling(), "99T " + "5T 1F " * 20, [(SKIPPING, 153)]),
     (DynamicScaling(), "16F " + "1T 1F " * 60, [START, ("healthy", 17), (SKIPPING, 34)]),
+    # another run with the same watch logs its events again, and is not judged by the steps of the run before
+    (FIXED, "30F, 25F", [(SKIPPING, 25), (SKIPPING, 25)], {25, 30}),
+    (TORCHS, "50T, 14F 99T", [], range(30, 114)),
 ]
 
 
-@pytest.mark.parametrize(("policy", "runs", "events"), LOGS)
-def test_each_event_at_its_step(policy, runs, events):
+@pytest.mark.parametrize(("policy", "runs", "events", "looks"), [(*row, None)[:4] for row in LOGS])
+def test_each_event_at_its_step(policy, runs, events, looks):
     """A run logs each event at the step at which it happens, and no other event."""
-    assert _events(policy, flags(runs)) == events
+    assert _events(policy, *map(flags, runs.split(",")), looks=looks) == events
 
 
 def test_a_line_has_the_diagnosis():
@@ -101,34 +106,11 @@ def test_a_line_has_the_diagnosis():
 @given(policies(), overflow_traces(max_steps=250), st.integers(1, 20))
 def test_a_verdict_is_logged_once(policy, run, every):
     """In 250 steps each verdict is logged once, and again for streaks ten times as long."""
-    events = [event for event, _ in _events(policy, run, every=every)]
+    events = [event for event, _ in _events(policy, run, looks=range(every, 251, every))]
     assert all(events.count(event) <= (3 if event in (STUCK, SKIPPING) else 1) for event in events)
     assert "broken" not in events
     if all(run):
         assert set(events) <= {"pressing against max_scale"}
-
-
-def test_a_new_run_logs_again():
-    """A watch logs events again for a state with fewer steps, as after a restart from a checkpoint."""
-    watch = ScaleWatch()
-    late, early = (_run(FIXED, [False] * steps)[1] for steps in (30, 25))
-    with _logged_records() as records:
-        for state in (late, late, early):
-            watch.log(FIXED, state)
-    assert [record.steps for record in records] == [30, 25]
-
-
-def test_runs_are_counted_apart():
-    """A watch does not add the skipped steps at the start of a new run to the steps of the run before."""
-    watch = ScaleWatch()
-    with _logged_records() as records:
-        for runs, first_look in (("50T", 10), ("14F 70T", 30)):
-            state = TORCHS.init_state()
-            for step, finite in enumerate(flags(runs), 1):
-                state = TORCHS.update(state, finite)
-                if step >= first_look:
-                    watch.log(TORCHS, state)
-    assert records == []
 
 
 class Unbounded(BareAdditiveScaling):
