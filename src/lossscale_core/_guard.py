@@ -159,7 +159,7 @@ class SpikeGuard:
         return is_finite ^ is_spike, GuardState(mean, deviation, norms, spikes, streak)
 
     def _weight(self, norms: Array, streak: Array, xp: Namespace) -> Array:
-        """Return the weight of the newest norm in the averages: 1 for the first norm, and more late in a streak."""
+        """Return the weight of the newest norm in the averages: 1 for the first norm, and larger late in a streak."""
         boost = _maximum(streak - (self.warmup - 1.0), 1.0, xp)
         return _minimum(boost / _minimum(norms, float(self.memory), xp), 1.0, xp)
 

@@ -98,8 +98,8 @@ def select(grads_finite: Any, new: Tree, old: Tree) -> Tree:
     """Return `new` if `grads_finite`, else `old`: a step is applied completely or not at all.
 
     Args:
-        grads_finite: A bool array of shape `()`, which does not synchronise; or a Python bool, for which the leaves of
-            `new` or `old` are returned unchanged.
+        grads_finite: A bool array of shape `()`, or a Python bool. With a Python bool the leaves of `new` or `old` are
+            returned unchanged. Does not synchronise.
         new: A nested structure of arrays and None.
         old: The same structure, with the same shapes.
 

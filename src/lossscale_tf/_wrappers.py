@@ -13,7 +13,7 @@ from lossscale_tf._verbs import WIDE, Gradient
 
 def scales_already(optimizer: Any) -> bool:
     """Return whether an optimizer is already a loss scale optimizer of TensorFlow, Keras, tf_keras or this package."""
-    # By name, because tf_keras may not be installed.
+    # The names are compared, because tf_keras is perhaps not installed.
     return any("LossScaleOptimizer" in base.__name__ for base in type(optimizer).__mro__)
 
 

@@ -32,7 +32,7 @@ def check(file: Path, as_json: bool) -> None:
 @command.command(epilog=example("lossscale policy convert ds_config.json --from deepspeed --to policy.toml"))
 @click.argument("file", type=FILE)
 @click.option("--from", "tool", metavar="TOOL", help="The tool that reads the config; guessed from its keys.")
-@click.option("--to", "out", type=FILE, help="A new .toml or .json file for the policy; printed when left out.")
+@click.option("--to", "out", type=FILE, help="A new .toml or .json file for the policy. Without --to, it is printed.")
 @OVERWRITE
 @AS_JSON
 def convert(file: Path, tool: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:

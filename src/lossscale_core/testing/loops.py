@@ -72,8 +72,8 @@ def not_from_the_loss(number: int, names: Sequence[str], hint: str) -> str:
     """
     have = "has a gradient" if len(names) == 1 else "have gradients"
     return (
-        f"at step {number} the loss was multiplied by zero, and {join_names(names)} {have} other than zero; what adds "
-        f"them misses the loss scale; {hint}"
+        f"at step {number} the loss was multiplied by zero, and {join_names(names)} {have} other than zero, "
+        f"added without the loss scale; {hint}"
     )
 
 
