@@ -11,7 +11,6 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale_core import DynamicScaling
-from lossscale_core.errors import CallOrderError
 from lossscale_tf import LossScaleOptimizer, v1
 
 INF = float("inf")
@@ -55,20 +54,6 @@ def test_every_optimizer(make):
     assert all(ours.numpy().tobytes() == theirs.numpy().tobytes() for ours, theirs in pairs)
 
 
-def test_scaling_twice_is_an_error():
-    """`get_scaled_loss`, `scale_loss` and `minimize` reject a scaled loss, also in functions of AutoGraph."""
-    optimizer, variable = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0), tf.Variable(1.0)
-    for twice in (
-        lambda: optimizer.scale_loss(optimizer.scale_loss(variable * 1.0)),
-        lambda: optimizer.minimize(lambda: optimizer.get_scaled_loss(variable * 1.0), [variable]),
-        lambda: optimizer.get_scaled_loss(optimizer.get_scaled_loss(variable * 1.0)),
-        tf.function(lambda: optimizer.get_scaled_loss(optimizer.get_scaled_loss(variable * 1.0))),
-    ):
-        with pytest.raises(CallOrderError, match="this loss is scaled already"):
-            twice()
-    assert float(variable) == 1.0
-
-
 def test_overwriting_values_are_not_gradients():
     """Such values, as for float8 scales, are not unscaled, not clipped and not part of the norm."""
     variable, overwritten = keras.Variable([0.0]), keras.Variable([1.0])
@@ -81,15 +66,13 @@ def test_overwriting_values_are_not_gradients():
 
 
 def test_a_hyperparameter_reaches_the_inner_optimizer():
-    """It may be set between eager steps. Setting a name that the inner optimizer lacks is an error."""
+    """It may be set between eager steps."""
     variable = tf.Variable(0.0)
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0, momentum=0.5), 8.0)
     for momentum, expected in ((0.5, -1.0), (0.0, -2.0)):
         optimizer.momentum = momentum
         optimizer.minimize(lambda: variable, [variable])
         assert float(variable) == expected
-    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'beta_1'"):
-        optimizer.beta_1 = 0.5
 
 
 @pytest.mark.parametrize(

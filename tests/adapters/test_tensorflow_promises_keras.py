@@ -4,7 +4,7 @@ Each is tried eagerly and in `tf.function` where that differs, and around the op
 of tf_keras where it is about what they do.
 """
 
-from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY, eager, traced  # noqa: I001
+from tests.adapters.tensorflow_devices import EACH_MODE, STRATEGY  # noqa: I001
 
 import keras
 import numpy as np
@@ -225,23 +225,6 @@ def test_over_replicas(optimizers, own_sum):
     assert optimizer.loss_scale == 2.0
 
 
-MALFORMED = [3, None, [3], [(tf.constant(1.0), tf.constant(1.0))]]
-
-
-@pytest.mark.promise(65, 66)
-@pytest.mark.parametrize(
-    ("error", "words", "pairs"),
-    [
-        *((TypeError, r"\(gradient, variable\) pairs", pairs) for pairs in MALFORMED),
-        *((ValueError, "has a gradient", pairs) for pairs in ([], [(None, tf.Variable(1.0))])),
-    ],
-)
-def test_malformed_pairs(error, words, pairs):
-    """They are a `TypeError`. A list without any gradient is a `ValueError`."""
-    with pytest.raises(error, match=words):
-        _wrapped().apply_gradients(pairs)
-
-
 class Custom(keras.optimizers.SGD):
     """An optimizer that Keras knows only by `custom_objects`."""
 
@@ -286,18 +269,12 @@ def test_old_configs_of_tf_keras(setting):
     assert isinstance(optimizer.inner_optimizer, (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer))
 
 
-@pytest.mark.promise(69, 70)
+@pytest.mark.promise(69)
 def test_get_gradients():
-    """A tensor in a graph is differentiated. A loss without a gradient is a `ValueError`."""
-    optimizer = _wrapped(4.0)
-    variable, other = tf.Variable(3.0), tf.Variable(1.0)
+    """A tensor in a graph is differentiated."""
+    optimizer, variable = _wrapped(4.0), tf.Variable(3.0)
     grads = tf.function(lambda: optimizer.get_gradients(variable**2, [variable]), autograph=False)()
     assert [float(grad) for grad in grads] == [6.0]
-    for mode in (eager, traced):
-        with pytest.raises(ValueError, match="no gradient with respect to"):
-            mode(lambda: optimizer.get_gradients(lambda: variable**2, [variable, other]))()
-    with pytest.raises(ValueError, match="no gradient with respect to"):
-        tf.function(lambda: optimizer.get_gradients(variable**2, [other]), autograph=False)()
 
 
 @pytest.mark.promise(71, 74)
@@ -325,15 +302,12 @@ def test_grad_loss_of_a_half_loss(mode, half, optimizers):
     assert variable.numpy().tolist() == [-2.0, -28.0]
 
 
-@pytest.mark.promise(81, 86, 91)
+@pytest.mark.promise(81, 91)
 def test_fixed():
-    """`dynamic=False` requires `initial_scale` and rejects growth steps. The scale is fixed; overflows are skipped."""
+    """A fixed scale does not change, and a step that overflows is skipped."""
     optimizer, variable = _wrapped(dynamic=False, initial_scale=4.0), tf.Variable(1.0)
     optimizer.minimize(lambda: variable * INF, variable)
     assert (float(variable), float(optimizer.loss_scale), optimizer.dynamic_counter) == (1.0, 4.0, None)
-    for wrong, words in ({}, "initial_scale"), ({"initial_scale": 4.0, "dynamic_growth_steps": 3}, "growth_steps"):
-        with pytest.raises(ValueError, match=words):
-            _wrapped(dynamic=False, **wrong)
 
 
 @pytest.mark.promise(88, 89)
