@@ -245,27 +245,27 @@ def row(make: Callable[[], Rule], runs: list[Record]) -> list[str]:
     healthy = [apply(make, run) for run in runs]
     cells = [f"{100 * np.mean(healthy):.2f} %"]
     for factor in FACTORS:
-        found = 0
+        hits = 0
         for number, run in enumerate(runs):
             at = np.random.default_rng(number).choice(np.arange(100, 390), SPIKES_PER_RUN, replace=False)
-            found += apply(make, with_norms(run, at, factor))[at].sum()
-        cells.append(str(found))
+            hits += apply(make, with_norms(run, at, factor))[at].sum()
+        cells.append(str(hits))
     late = np.arange(200, STEPS)
     lasting = [
         apply(make, with_norms(run, late, 10.0)).sum() - skipped.sum()
         for run, skipped in zip(runs, healthy, strict=True)
     ]
     cells.append(f"{np.median(lasting):.0f}, at most {max(lasting)}")
-    spikes, lost, found = np.arange(260, STEPS, 28), [], 0
+    spikes, lost, hits = np.arange(260, STEPS, 28), [], 0
     for run in runs:
         after = with_norms(run, spikes, 50.0)
         after[200] = math.nan
         skipped = apply(make, after)
-        found += skipped[spikes].sum()
+        hits += skipped[spikes].sum()
         skipped[spikes] = False
         lost.append(skipped[201:].sum())
     span = f"{min(lost)} to {max(lost)}" if min(lost) < max(lost) else f"{max(lost)}"
-    return [*cells, span, f"{found} of {len(runs) * len(spikes)}"]
+    return [*cells, span, f"{hits} of {len(runs) * len(spikes)}"]
 
 
 def main() -> None:
