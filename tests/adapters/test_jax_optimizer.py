@@ -70,6 +70,15 @@ def test_max_norm_may_differ_between_runs():
 # -- values and structures ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("zero", [-0.0, complex(-0.0, -0.0)])
+@EACH_WAY
+def test_a_skip_keeps_negative_zeros(way, zero):
+    """A skipped step keeps the signs of zeros, in both parts of complex parameters, too."""
+    optimizer, params = loss_scaled(optax.sgd(0.1), 1.0), jnp.array([zero])
+    after, _ = jax.jit(step_of(optimizer, way))(params, optimizer.init(params), jnp.array([zero * np.nan]))
+    assert bits(after) == bits(params)
+
+
 @pytest.mark.parametrize("skip_by", ["cond", "select"])
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float64", "float64"), ("float32", "float64")])
 def test_the_norm_where_squares_overflow(dtypes, skip_by):
