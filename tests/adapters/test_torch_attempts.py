@@ -1,12 +1,13 @@
-"""`GradScaler.attempts`: a step is taken again at the lower scale, as if the run had begun there."""
+"""`GradScaler.attempts` repeats a step at the lower scale, as if the run had begun there.
+
+`test_torch_transactions.py` tests the ways out of a loop.
+"""
 
 import contextlib
-import gc
 import json
 import logging
 import math
 import random
-import weakref
 from functools import partial
 
 import numpy as np
@@ -17,13 +18,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard
-from lossscale_core.errors import CallOrderError, OverflowStreakError, RetriesExhaustedError
+from lossscale_core import DynamicScaling
+from lossscale_core.errors import CallOrderError, OverflowStreakError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.test_torch_distributed import _local, _on_ranks
-from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, Veto, copies, one, same, take_step, two
+from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, copies, one, same, take_step, two
 from tests.torch_versions import FSDP2
 
 
@@ -85,7 +86,7 @@ def _run(init_scale, retries=30, fused=False, kind=None, rank=0, world_size=1):
     return scaler, copies([*_local(model), *model.buffers()])
 
 
-def _require_the_bits_of_a_run_that_began_lower(**how):
+def _require_same_bits(**how):
     scaler, found = _run(2.0**30, **how)
     assert scaler.metrics()["skipped_steps"] > 5
     _, began = _run(scaler.get_scale(), retries=0, **how)
@@ -95,166 +96,20 @@ def _require_the_bits_of_a_run_that_began_lower(**how):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @EITHER_KIND
-def test_the_bits_are_those_of_a_run_that_began_at_the_scale_that_was_found(fused):
-    """From 2**30 with 30 retries no batch is lost; buffers and random states are put back before each try."""
-    _require_the_bits_of_a_run_that_began_lower(fused=fused)
+def test_bits_of_runs_that_begin_lower(fused):
+    """A run that repeats its steps down from 2**30 has the bits of a run that begins at its last loss scale.
 
-
-# -- ways out of a loop ------------------------------------------------------------------------------------------------
-
-
-ENDS = {
-    "used up": (3, pytest.warns(UserWarning, match="in 4 tries, at the loss scales 512, 256, 128, 64;")),
-    "at the smallest scale": (20, pytest.raises(RetriesExhaustedError, match=r"in 5 tries, at the loss scales .* 32;")),
-    "break": (3, contextlib.nullcontext()),
-    "error": (3, pytest.raises(KeyError)),
-}
-
-
-@EITHER_KIND
-@pytest.mark.parametrize("how", ENDS)
-def test_a_gradient_that_overflows_at_every_scale_costs_one_backoff(how, fused):
-    """State and buffers are then those after one skipped step; a warning at the loop, or an error, names the scales.
-
-    No try is taken again at the smallest scale, where it would overflow as before.
+    Each try begins with the same buffers and the same random states.
     """
-    loop, plain = (Loop(fused, policy=DynamicScaling(init_scale=512.0, min_scale=32.0)) for _ in range(2))
-    for is_bad in (False, True, False):
-        plain.step(is_bad)
-    loop.retry()
-    before, (retries, expected) = loop.buffers(), ENDS[how]
-    with expected as caught:
-        for attempt in loop.scaler.attempts(loop.model, retries=retries, raise_at_end=retries == 20):
-            loop.step(is_bad=True)
-            if attempt.number == 2 and how == "error":
-                raise KeyError
-            if attempt.number == 2 and how == "break":
-                break
-    assert how != "used up" or [each.filename for each in caught] == [__file__]
-    assert same(before, loop.buffers())
-    loop.retry()
-    assert loop.scaler.state_dict() == plain.scaler.state_dict()
-
-
-WITHOUT_A_STEP = ["break", "error", "no update", "skip", "skip before a loss"]
-
-
-@EITHER_KIND
-@pytest.mark.parametrize("how", [*WITHOUT_A_STEP, "break after the step", "error after the step"])
-def test_a_body_that_ends_early(how, fused):
-    """It runs once. Without a step buffers come back, no record is left, and random states stay: new numbers follow.
-
-    After a step the parameters have moved, and the statistics belong to them.
-    """
-    loop, steps = Loop(fused), how not in WITHOUT_A_STEP
-    if how == "error after the step":
-        loop.optimizer.register_step_post_hook(lambda *_: 1 / 0)
-    before, weight, state = loop.buffers(), loop.model[0].weight.detach().clone(), torch.get_rng_state()
-    with contextlib.suppress(KeyError, CallOrderError, ZeroDivisionError):
-        for attempt in loop.scaler.attempts(loop.model):  # noqa: B007  # used after the loop
-            if how == "skip before a loss":
-                loop.model(torch.full((8, 4), math.nan))
-            else:
-                loop.backward(torch.eye(8, 4) if steps else torch.full((8, 4), math.nan))
-                loop.scaler.unscale_(loop.optimizer)
-            if steps:
-                loop.scaler.step(loop.optimizer)
-            if how.startswith("break"):
-                break
-            if how == "error":
-                raise KeyError
-            if how != "no update":
-                loop.scaler.skip(loop.optimizer)
-                loop.scaler.update()
-    assert same(before, loop.buffers()) == torch.equal(weight, loop.model[0].weight) == (not steps)
-    assert torch.equal(state, torch.get_rng_state())
-    assert (attempt.number, bool(attempt.info)) == (0, False)
-    assert steps or loop.retry().info
-
-
-@EITHER_KIND
-@pytest.mark.parametrize("is_bad", [False, True])
-def test_a_loop_that_is_held_and_left_undoes_nothing_later(is_bad, fused):
-    """Its iterator ends while another step is unscaled; that one is not unscaled again, and keeps its statistics.
-
-    A streak of overflows in steps since is an error.
-    """
-    moved = []
-    for is_held in (False, True):
-        loop = Loop(fused, policy=DynamicScaling(init_scale=2.0**10, max_overflow_streak=3))
-        tries = loop.scaler.attempts(loop.model) if is_held else [None]
-        for _ in tries:
-            loop.step(is_bad)
-            break
-        loop.model.load_state_dict(Loop().model.state_dict())
-        loop.backward(torch.ones(8, 4))
-        loop.scaler.unscale_(loop.optimizer)
-        del tries
-        loop.scaler.step(loop.optimizer)
-        assert loop.scaler.update().applied
-        moved.append([*loop.model.parameters(), *loop.model.buffers()])
-        held = loop.scaler.attempts(loop.model)
-        next(held)
-        loop.step()
-        with pytest.raises(OverflowStreakError):
-            any(loop.step(is_bad=True).applied for _ in range(4))
-    assert same(*moved)
-
-
-@pytest.mark.filterwarnings("ignore:the gradients of a step overflowed in 2 tries:UserWarning")
-@pytest.mark.parametrize("protects", [False, True])
-@pytest.mark.parametrize("is_left", [False, True])
-@pytest.mark.parametrize("has_hook", [False, True])
-@EITHER_KIND
-def test_an_optimizer_without_gradients_has_not_moved(fused, has_hook, is_left, protects):
-    """Its step keeps no statistics of a loop that gives up, or that is left before the other optimizer steps."""
-    loop = Loop(fused, protects=protects, hooks=[Veto(value=torch.zeros(()))] if has_hook else [])
-    (_, idle), before = one(fused), loop.buffers()
-    for _ in loop.scaler.attempts(loop.model, retries=1):
-        loop.backward()
-        loop.model[0].weight.grad.fill_(INF)
-        loop.scaler.step(idle)
-        if is_left:
-            break
-        loop.scaler.step(loop.optimizer)
-        assert not loop.scaler.update().applied
-    assert same(before, loop.buffers())
-
-
-NOT_TAKEN_AGAIN = {
-    "spike": ({"guard": SpikeGuard(threshold=2.0, warmup=1)}, 1e3),
-    "fixed": ({"policy": FixedScaling(4.0)}, 1e38),
-    "NaN": ({}, math.nan),
-    "infinity": ({}, math.inf),
-    "disabled": ({"enabled": False}, 1.0),
-}
-
-
-@pytest.mark.parametrize(("settings", "factor"), NOT_TAKEN_AGAIN.values(), ids=NOT_TAKEN_AGAIN)
-def test_a_step_that_no_lower_scale_saves_is_not_taken_again(settings, factor):
-    """A spike, an overflow under a policy that does not adapt, a loss that is not finite, a scaler that is disabled."""
-    loop = Loop(**settings)
-    tries, batch = 0, torch.randn(8, 4)
-    for each in (1.0, 1.0, factor):
-        before = loop.buffers()
-        for attempt in loop.scaler.attempts(loop.model):
-            tries += 1
-            assert (attempt.number, attempt.info) == (0, None)
-            loop.step(batch=batch, factor=each)
-    assert tries == 3
-    assert bool(attempt.info) is not loop.scaler.is_enabled()
-    assert same(before, loop.buffers()) is loop.scaler.is_enabled()
-
-
-# -- what a body is ----------------------------------------------------------------------------------------------------
+    _require_same_bits(fused=fused)
 
 
 @EITHER_KIND
 @pytest.mark.parametrize("how", ["alone", "joint"])
-def test_an_optimizer_that_was_applied_is_left_alone_in_later_tries(how, fused):
-    """Each steps once for a batch; decided together, both move with the bits of the scale that fits.
+def test_each_optimizer_steps_once(how, fused):
+    """A later try does not step an optimizer that an earlier try has stepped.
 
-    Each try begins without the gradients of those before, also for an optimizer that is skipped.
+    Optimizers that decide together step together. Each try begins without gradients, also of a skipped optimizer.
     """
     runs = []
     for init_scale in (2.0**40, 2.0**20):
@@ -283,7 +138,7 @@ def test_an_optimizer_that_was_applied_is_left_alone_in_later_tries(how, fused):
 
 @EITHER_KIND
 def test_retries_on_a_device(fused):
-    """The next try has the lower scale, whoever knows the outcome of the last one."""
+    """The next try has the lower scale, if the host or only the device knows the outcome of the last try."""
     with Emulated("mps"):
         (param, optimizer), scaler = one(fused, "mps"), GradScaler("mps", init_scale=16.0)
         for attempt in scaler.attempts(retries=3):
@@ -291,8 +146,8 @@ def test_retries_on_a_device(fused):
         assert (attempt.scales, bool(attempt.info), param.item()) == ([16.0, 8.0, 4.0], True, 0.0)
 
 
-def test_the_log_and_the_streak_count_a_loop_once(caplog):
-    """A scale that begins too high skips no batch: nothing is logged, and `max_overflow_streak` is not reached."""
+def test_a_loop_counts_as_one_step(caplog):
+    """Retries are not skipped steps: the log, the diagnosis and `max_overflow_streak` do not count them."""
     caplog.set_level(logging.WARNING, "lossscale")
     policy = DynamicScaling(init_scale=2.0**28, growth_interval=10**6, max_overflow_streak=3)
     (param, optimizer), scaler = one(lr=0.0), GradScaler("cpu", policy=policy)
@@ -311,26 +166,27 @@ def test_the_log_and_the_streak_count_a_loop_once(caplog):
     assert resumed.diagnose() == scaler.diagnose()
 
 
-@pytest.mark.filterwarnings("ignore:the gradients of a step overflowed in 6 tries:UserWarning")
-def test_loops_that_give_up_one_of_two_optimizers():
-    """The state is that after the first try, from which no tries are left out; so many loops in a row are an error."""
+def test_loops_that_fail_for_one_optimizer():
+    """A loop in which one of two optimizers overflows at each scale counts as one overflow."""
     params, optimizers = two()
-    scaler = GradScaler("cpu", policy=DynamicScaling(init_scale=2.0**30, max_overflow_streak=4))
+    scaler = GradScaler("cpu", policy=DynamicScaling(init_scale=512.0, max_overflow_streak=4))
+    words = "in 3 tries, at the loss scales {}, {}, {};"
     for loop in range(4):
-        with pytest.raises(OverflowStreakError) if loop == 3 else contextlib.nullcontext():
-            for attempt in scaler.attempts(retries=5):  # noqa: B007  # used after the loop
+        message = words.format(*(512 >> (loop + number) for number in range(3)))
+        with pytest.raises(OverflowStreakError) if loop == 3 else pytest.warns(UserWarning, match=message):
+            for attempt in scaler.attempts(retries=2):  # noqa: B007  # used after the loop
                 scaler.scale(sum(params).sum()).backward()
                 params[1].grad.fill_(INF)
                 for each in optimizers:
                     scaler.step(each)
                 scaler.update()
-        assert attempt.number == 5
+        assert attempt.number == 2
         assert loop != 2 or "3 of 3 steps skipped" in scaler.diagnose()
 
 
 @pytest.mark.parametrize(("mode", "length"), [(contextlib.nullcontext, 0), (RecordedGraph, 4)], ids=["host", "device"])
-def test_a_buffer_that_the_first_forward_pass_resizes_in_place(mode, length):
-    """A skipped step makes the buffer empty again, unless the host does not know that the step was skipped."""
+def test_buffers_that_a_forward_pass_resizes(mode, length):
+    """A skipped step makes the buffer empty again, if the host knows that the step was skipped."""
     loop = Loop(fused=True, protects=True, model=nn.Sequential(nn.Linear(4, 4), Observer()))
     with mode():
         loop.step(is_bad=True)
@@ -347,8 +203,8 @@ NOT_ONE_STEP = [
 
 
 @pytest.mark.parametrize(("updates", "depth", "sentence"), NOT_ONE_STEP)
-def test_a_body_that_is_not_one_step(updates, depth, sentence):
-    """No update, two, and a loop within a loop."""
+def test_bodies_that_are_not_one_step(updates, depth, sentence):
+    """A body without an update, with two updates, or with another loop raises `CallOrderError`."""
     loop = Loop()
 
     def retry(depth):
@@ -362,24 +218,13 @@ def test_a_body_that_is_not_one_step(updates, depth, sentence):
         retry(depth)
 
 
-def test_retries_keep_no_model_alive():
-    """Nor the scaler, also where the model holds it."""
-    loop = Loop()
-    loop.model.attach = loop.scaler.attach
-    loop.retry()
-    refs = [weakref.ref(each) for each in (loop.scaler, loop.model)]
-    del loop
-    gc.collect()
-    assert [ref() for ref in refs] == [None, None]
-
-
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
 def _on_a_rank(rank, world_size, kind, fused):
-    """Each rank takes the tries of the others, and its bits are those of a run that began lower."""
+    """Train as one of the ranks."""
     of_rank = {"kind": kind, "rank": rank, "world_size": world_size}
-    _require_the_bits_of_a_run_that_began_lower(fused=fused, **of_rank).check_sync()
+    _require_same_bits(fused=fused, **of_rank).check_sync()
     if kind == "group":
         loop = Loop(process_group=dist.group.WORLD)
         for attempt in loop.scaler.attempts(loop.model):  # noqa: B007  # used after the loop
@@ -390,8 +235,8 @@ def _on_a_rank(rank, world_size, kind, fused):
 @pytest.mark.parametrize("kind", ["ddp", "group", FSDP2])
 @EITHER_KIND
 def test_ranks_take_the_same_tries(kind, fused):
-    """With micro-batches under `no_sync`, different parameters on each rank, and sharded ones.
+    """All ranks repeat a step that overflows on one rank, and get the bits of a run that begins lower.
 
-    A loss that is bad on one rank of a group ends the tries of all.
+    A loss that is not finite on one rank of a group ends the tries of all ranks.
     """
     _on_ranks(2, partial(_on_a_rank, kind=kind, fused=fused))

@@ -150,6 +150,10 @@ def test_a_disabled_scaler(copied):
         scaler.skip(optimizer)
         assert copied(scaler).update().applied
         assert not scaler.update().applied_of(optimizer)
+        for attempt in scaler.attempts(module):
+            assert (attempt.number, attempt.info) == (0, None)
+            take_step(scaler, optimizer, 1.0)
+        assert attempt.info is scaler.last_step
         scaler.load_state_dict({})
         assert (scaler.state_dict(), scaler.get_scale(), scaler.is_enabled()) == ({}, 1.0, False)
         assert (scaler.get_growth_factor(), scaler.metrics()["steps"]) == (2.0, 0)

@@ -157,20 +157,6 @@ def test_a_state_that_is_loaded_in_the_middle_of_a_step(fused, before, call, dev
         assert param.item() == weight - 0.5
 
 
-@EITHER_KIND
-@pytest.mark.parametrize("make", [GradScaler, torch.amp.GradScaler])
-def test_an_update_after_a_state_was_loaded(make, fused):
-    """Between `step` and `update`: the loop of torch's scaler goes on, and so does the same loop with this one."""
-    (param, optimizer), scaler = one(fused), ready(make, init_scale=8.0)
-    param.grad = torch.full((1,), 4.0)
-    scaler.step(optimizer)
-    scaler.load_state_dict(make("cpu", init_scale=2.0).state_dict())
-    scaler.update()
-    assert (param.item(), scaler.get_scale()) == (0.5, 2.0)
-    take_step(scaler, optimizer, 1.0)
-    assert (param.item(), scaler.get_scale()) == (0.0, 2.0)
-
-
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 @pytest.mark.parametrize("value", [1.0, 2.0, float("nan")])
 @pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])

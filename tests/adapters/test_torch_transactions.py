@@ -1,71 +1,357 @@
-"""A step is a transaction: one beginning, one decision, one end on every way out, and nothing is left for the next."""
+"""A step is a transaction: it has one beginning, one decision and one end, on each way out of it."""
 
 import contextlib
 import gc
+import itertools
 import math
 import sys
+import warnings
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import lossscale_torch
-from lossscale_core.errors import CallOrderError
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling
+from lossscale_core.errors import CallOrderError, OverflowStreakError, RetriesExhaustedError
 from lossscale_torch import GradScaler, guarded
 from lossscale_torch.hooks import Hook
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import CALLS, EITHER_KIND, Loop, Veto, one, same, take_step
+from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, Veto, one, take_step
 
 SOURCE = lossscale_torch.__path__[0]
+MIN_SCALE, GROWTH_INTERVAL, MAX_STREAK = 2.0**7, 3, 4
+LIMITS = {"min_scale": MIN_SCALE, "growth_interval": GROWTH_INTERVAL, "max_overflow_streak": MAX_STREAK}
+POLICIES = {
+    "dynamic": DynamicScaling(init_scale=2.0**10, **LIMITS),
+    "fixed": FixedScaling(2.0**10),
+    "none": NoScaling(),
+}
+OUTCOMES = ["good", "good", "overflow", "bad loss"]
+POINTS = ["loss", "backward", "unscale", "idle", "step", "after the optimizer", "update", "after_update"]
+"""The points at which the body of a loop over tries may end. At the first four, the optimizer has not stepped."""
 
 
-# -- one end -----------------------------------------------------------------------------------------------------------
+# -- each way out of a step --------------------------------------------------------------------------------------------
 
 
-class _Raises(Hook):
-    """Raises at one of the points of a step."""
+class _Counting(nn.Module):
+    """A layer that adds its inputs to a buffer in place, and puts the number of its calls in the place of another."""
 
-    def __init__(self, point):
-        setattr(self, point, self.fail)
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
 
-    def fail(self, *_):
-        raise KeyError("a hook's own error")
-
-
-@EITHER_KIND
-@pytest.mark.parametrize("point", ["before_step", "after_step", "after_update"])
-def test_a_hook_that_raises_does_not_keep_the_others_from_their_work(point, fused):
-    """Buffers come back, other hooks see the outcome, and the next steps and retries are as ever."""
-    raises, notes = _Raises(point), Veto()
-    loop = Loop(fused, protects=True, hooks=[raises, notes])
-    before = loop.buffers()
-    with pytest.raises(KeyError, match="own error"):
-        loop.step(is_bad=True)
-    if point != "after_update":
-        assert not loop.scaler.update().applied
-    assert same(before, loop.buffers())
-    assert notes.calls[-1] == ("veto", "update", False)
-    assert notes.steps == 1
-    delattr(raises, point)
-    attempt = loop.retry(bad_tries=2)
-    assert (attempt.number, bool(attempt.info)) == (2, True)
+    def forward(self, x):
+        if self.training:
+            self.total += x.sum()
+            self.calls = self.calls + 1.0
+        return x
 
 
-def test_an_optimizer_that_raises_after_unscaling_was_not_applied():
-    """The update says so, and protected buffers come back."""
-    loop = Loop(protects=True)
-    before, loop.optimizer.step = loop.buffers(), _Raises("step").fail
-    loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
-    with pytest.raises(KeyError):
-        loop.scaler.step(loop.optimizer)
-    assert not loop.scaler.update().applied
-    assert same(before, loop.buffers())
+class _FaultError(Exception):
+    """An error of the program."""
+
+
+class _Faults(Hook):
+    """A hook that raises at a point of a step, or that vetoes the step."""
+
+    point = None
+
+    def reach(self, point):
+        if self.point == point:
+            raise _FaultError
+
+    def before_step(self, scaler, step):
+        self.reach("before_step")
+        return self.point == "veto"
+
+    def after_step(self, scaler, step):
+        self.reach("after_step")
+
+    def after_update(self, scaler, info):
+        self.reach("after_update")
+
+
+class _Steps(RuleBasedStateMachine):
+    """Steps of a program with one weight and two buffers, and a model of its numbers.
+
+    All numbers are exact in float32. `weight`, `buffers`, `scale`, `finite` and `streak` belong to the model.
+    """
+
+    @initialize(
+        fused=st.booleans(),
+        place=st.sampled_from(["", "model", "part", "around"]),
+        policy=st.sampled_from(["dynamic", *POLICIES]),
+    )
+    def begin(self, fused, place, policy):
+        torch.manual_seed(0)
+        self.module = nn.Sequential(_Counting(), nn.Linear(1, 1, bias=False))
+        self.parameter, self.faults, self.notes = nn.init.ones_(self.module[1].weight), _Faults(), Veto()
+        self.optimizer, (_, self.idle) = torch.optim.SGD([self.parameter], lr=0.125, fused=fused), one(fused)
+        self.optimizer.register_step_pre_hook(lambda *_: self.faults.reach("optimizer"))
+        self.optimizer.register_step_post_hook(lambda *_: self.faults.reach("after the optimizer"))
+        places = {"model": self.module, "part": [self.module[0]], "around": nn.ModuleList([self.module])}
+        self.protect, hooks = places.get(place, ()), [self.faults, self.notes]  # `protect` keeps the list alive
+        self.scaler = GradScaler("cpu", policy=POLICIES[policy], hooks=hooks, protect=self.protect)
+        self.fused, self.protects, self.adapts = fused, place != "", policy == "dynamic"
+        self.weight, self.buffers, self.finite, self.streak = 1.0, np.zeros(2), 0, 0
+        self.scale = 1.0 if policy == "none" else 2.0**10
+        self.loop, self.is_in_loop = None, False
+        self.begin_step()
+
+    def teardown(self):
+        vars(self).clear()  # torch aborts at the exit of Python if an iterator still holds its parameters
+
+    def begin_step(self):
+        self.optimizer.zero_grad()
+        self.stage, self.grad, self.copy = "ready", None, None
+        self.is_applied = self.is_vetoed = self.is_checked = False
+
+    @invariant()
+    def is_like_the_model(self):
+        assert self.parameter.item() == self.weight
+        assert [buffer.item() for buffer in self.module.buffers()] == [*self.buffers]
+        assert self.scaler.get_scale() == self.scale
+        assert not {"grad_scale", "found_inf"} & vars(self.optimizer).keys()
+
+    def count_forward(self, x):
+        self.copy = self.buffers if self.copy is None else self.copy
+        self.buffers = self.buffers + np.array([x, 1.0])
+
+    def count_step(self, is_finite):
+        self.finite, self.streak = (self.finite + 1, 0) if is_finite else (0, self.streak + 1)
+        grows = self.finite == GROWTH_INTERVAL
+        self.finite = 0 if grows else self.finite
+        if self.adapts:
+            self.scale = self.scale * (2.0 if grows else 1.0) if is_finite else max(self.scale / 2.0, MIN_SCALE)
+
+    # Between the calls of a step.
+
+    @rule(action=st.sampled_from(["forward", "evaluate", "load", "load a part", "write"]))
+    def act(self, action):
+        module = self.module[0] if action == "load a part" else self.module
+        if action in ("forward", "evaluate"):
+            module.train(action == "forward")(torch.ones(1, 1))
+            module.train()
+        if action in ("evaluate", "write"):
+            torch._foreach_add_([*module.buffers()], 1.0)
+        elif action != "forward":
+            names = {name for name, _ in module.named_buffers()}
+            module.load_state_dict({name: value + (name in names) for name, value in module.state_dict().items()})
+            self.copy = None
+        if action == "forward":
+            self.count_forward(1.0)
+        else:
+            self.buffers = self.buffers + 1.0
+
+    # The calls of a step.
+
+    def run_backward(self, outcome, x=1.0):
+        inputs = torch.full((1, 1), INF if outcome == "bad loss" else x)
+        self.scaler.scale(self.module(inputs).sum()).backward()
+        if outcome == "overflow":
+            self.parameter.grad.fill_(INF)
+
+    @precondition(lambda self: self.stage == "ready")
+    @rule(outcome=st.sampled_from(OUTCOMES), x=st.sampled_from([1.0, 2.0, 3.0]))
+    def backward(self, outcome, x):
+        self.run_backward(outcome, x)
+        self.count_forward(INF if outcome == "bad loss" else x)
+        self.grad = (self.grad or 0.0) + (x if outcome == "good" else INF)
+
+    @precondition(lambda self: self.stage == "ready" and self.grad is not None)
+    @rule(clips=st.booleans())
+    def unscale(self, clips):
+        if clips:
+            assert self.scaler.unscale_and_clip_(self.optimizer, INF).item() == self.grad
+        else:
+            self.scaler.unscale_(self.optimizer)
+        self.stage, self.is_checked = "unscaled", True
+
+    @precondition(lambda self: self.stage == "unscaled")
+    @rule(call=st.sampled_from([("step",), ("unscale_and_clip_", 1.0), None]))
+    def drop_gradients(self, call):
+        """No step accepts the scaled gradients of another loss in the place of unscaled gradients."""
+        self.optimizer.zero_grad()
+        self.run_backward("good")
+        self.count_forward(1.0)
+        if call is None:  # recipes for SAM do so, to unscale again
+            self.scaler._per_optimizer_states[id(self.optimizer)]["stage"] = OptState.READY
+            self.scaler.unscale_(self.optimizer)
+            self.grad = 1.0
+            return
+        with pytest.raises(RuntimeError, match=r"still scaled: .* scaler.skip|has already been called"):
+            getattr(self.scaler, call[0])(self.optimizer, *call[1:])
+        self.skip()
+
+    @precondition(lambda self: self.stage != "stepped" and self.grad is not None)
+    @rule(
+        point=st.sampled_from(["", "", "", "veto", "before_step", "after_step", "optimizer"]), steps_idle=st.booleans()
+    )
+    def step(self, point, steps_idle):
+        is_finite = math.isfinite(self.grad)
+        if self.fused and is_finite and self.stage == "ready" and point in ("before_step", "optimizer"):
+            return  # `update` assumes that the kernel has run
+        if steps_idle:
+            self.scaler.step(self.idle)
+        self.faults.point = point
+        with contextlib.suppress(_FaultError):
+            self.scaler.step(self.optimizer)
+        self.is_applied, self.is_vetoed = is_finite and point in ("", "after_step"), point == "veto"
+        self.weight -= 0.125 * self.grad if self.is_applied else 0.0
+        self.stage, self.is_checked = "stepped", True
+
+    @precondition(lambda self: self.stage != "stepped")
+    @rule()
+    def skip(self):
+        self.scaler.skip(self.optimizer)
+        self.stage = "stepped"
+
+    @precondition(lambda self: self.stage != "ready")
+    @rule(fails=st.booleans())
+    def update(self, fails):
+        is_finite = self.is_checked and math.isfinite(self.grad)
+        if self.is_checked and not (self.is_vetoed and is_finite):
+            self.count_step(is_finite)
+        if not self.is_applied and self.protects and self.copy is not None:
+            self.buffers = self.copy
+        is_limit = self.adapts and self.streak >= MAX_STREAK and not self.is_applied and not self.is_in_loop
+        error = _FaultError if fails else OverflowStreakError if is_limit else None
+        self.faults.point = "after_update" if fails else ""
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            self.scaler.update()
+        assert bool(self.scaler.last_step.applied) == self.is_applied
+        assert self.notes.calls[-1] == ("veto", "update", self.is_applied)
+        self.is_in_loop = False
+        self.begin_step()
+
+    # Loops over tries.
+
+    def run_body(self, outcome, point, steps_idle):
+        """Take a step, but return or raise at a point."""
+        self.faults.point = point
+        self.optimizer.zero_grad()
+        if point == "loss":
+            self.scaler.scale(self.module(torch.ones(1, 1)))
+            return
+        self.run_backward(outcome)
+        if point == "unscale":
+            self.scaler.unscale_(self.optimizer)
+        if steps_idle or point == "idle":
+            self.scaler.step(self.idle)
+        if point not in POINTS[:4]:
+            (self.scaler.skip if outcome == "skip" else self.scaler.step)(self.optimizer)
+        if point not in POINTS[:6]:
+            self.scaler.update()
+
+    @precondition(lambda self: self.stage == "ready" and self.grad is None and self.copy is None)
+    @rule(
+        overflows=st.sampled_from(range(6)), last=st.sampled_from([*OUTCOMES, "skip"]), steps_idle=st.booleans(),
+        retries=st.sampled_from(range(5)), raises=st.booleans(), leaves_at=st.integers(0, 4), ends=st.booleans(),
+        point=st.sampled_from(POINTS),
+    )  # fmt: skip
+    def retry(self, overflows, last, retries, raises, steps_idle, leaves_at, point, ends):
+        """Take a step in a loop, of which one try stops at a point, and ends there or leaves the loop."""
+        outcomes = [*["overflow"] * overflows, *[last] * 5]
+        has_update, first, scales = point in POINTS[6:], None, []
+        for number, outcome in enumerate(outcomes[: retries + 1]):
+            leaves, is_repeated = number == leaves_at, outcome == "overflow" and self.adapts
+            if not leaves or has_update:
+                scales.append(self.scale)
+                is_repeated = is_repeated and self.scale > MIN_SCALE
+                if outcome != "skip":
+                    self.count_step(outcome == "good")
+            if leaves or not is_repeated:
+                break
+            first = first or (self.scale, self.finite, self.streak)
+        is_applied = outcome == "good" and (not leaves or point not in POINTS[:4])
+        may_be_applied = self.fused and leaves and outcome != "skip" and point in POINTS[4:6]
+        exhausts = not leaves and outcome == "overflow" and self.adapts
+        self.is_in_loop = False
+        self.weight -= 0.125 if is_applied else 0.0
+        if is_applied or may_be_applied:
+            self.count_forward(INF if outcome == "bad loss" else 1.0)
+        if first and (exhausts or (leaves and (outcome == "overflow" or not has_update))):
+            self.scale, self.finite, self.streak = first
+        error = RetriesExhaustedError if exhausts and raises else None
+        if not leaves and self.adapts and self.streak >= MAX_STREAK:
+            error = OverflowStreakError
+        elif leaves and ends and not has_update:
+            error = CallOrderError
+
+        loop, numbers = self.scaler.attempts(self.module, retries=retries, raise_at_end=raises), []
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            pytest.raises(error) if error else contextlib.suppress(_FaultError),
+        ):
+            warnings.simplefilter("always")
+            for attempt in loop:
+                numbers.append(torch.rand(()).item())
+                leaves_now = attempt.number == leaves_at
+                with contextlib.suppress(_FaultError) if ends else contextlib.nullcontext():
+                    self.run_body(outcomes[attempt.number], point if leaves_now else "", steps_idle)
+                if leaves_now and (has_update or not ends):
+                    break
+        del loop
+        assert (attempt.number, attempt.scales) == (number, scales)
+        assert bool(attempt.info) == (is_applied and (not leaves or has_update))
+        assert [warning.filename for warning in caught] == [__file__] * (exhausts and not error)
+        assert len({*numbers}) == 1
+        assert torch.rand(()).item() not in numbers
+        self.begin_step()
+
+    @precondition(lambda self: self.stage == "ready" and self.grad is None and not self.is_in_loop)
+    @rule(outcome=st.sampled_from(OUTCOMES))
+    def hold_loop(self, outcome):
+        """Leave a loop after its first try, but keep its iterator."""
+        self.loop = self.scaler.attempts(self.module)
+        next(self.loop)
+        self.is_in_loop = True
+        self.backward(outcome, 1.0)
+        self.step("", False)
+        self.update(False)
+        self.is_in_loop = True
+
+    @precondition(lambda self: self.loop and (self.stage != "ready" or not self.is_in_loop))
+    @rule()
+    def drop_loop(self):
+        """Delete the iterator of a loop that the program left before this step, which changes nothing."""
+        self.loop, self.is_in_loop = None, False
+
+
+def test_steps_agree_with_a_model():
+    """After each call, the weight, the buffers and the loss scale are the numbers of the model.
+
+    - A skipped step restores protected buffers to their values before the first forward pass in training mode since
+      the last update, or since a state was loaded.
+    - A step that overflows in all its tries counts as one overflow. A loop that the program leaves before an optimizer
+      was applied restores the buffers, and drops the step.
+    - An error of a hook or an optimizer does not prevent the end of the step: the other hooks see its outcome.
+    """
+    run_state_machine_as_test(_Steps, settings=settings(max_examples=400, stateful_step_count=30))
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
 
 
 def _is_interrupted(call, line):
-    """Call a function; return whether Ctrl-C came at a line of this package, which are counted as they run."""
+    """Call a function; return whether Ctrl-C came at a line of this package. Lines are counted as they run."""
     left = line
 
     def trace(frame, event, argument):
@@ -89,33 +375,44 @@ def _is_interrupted(call, line):
     return False
 
 
-def _with_retries(loop):
-    return loop.retry(bad_tries=1)
+def _interruptions(make, call, stride, min_lines):
+    """Make new objects and interrupt a call with them, at each line in turn; yield the line and the objects."""
+    for line in itertools.count(stride, stride):
+        objects = make()
+        if not _is_interrupted(lambda: call(*objects), line):  # noqa: B023  # called at once
+            break
+        yield line, *objects
+    assert line > min_lines
 
 
-def _with_two(loop):
+def _retry(loop):
+    loop.retry(bad_tries=1)
+
+
+def _step_twice(loop):
     loop.step(is_bad=True)
     loop.step()
 
 
 @EITHER_KIND
-@pytest.mark.parametrize("program", [_with_retries, _with_two])
-def test_an_interruption_at_any_line_is_not_left_over(program, fused):
-    """The next loops train; a plain one that was left between `step` and `update` may get torch's own error, once.
+@pytest.mark.parametrize("program", [_retry, _step_twice])
+def test_the_next_steps_after_an_interruption(program, fused):
+    """A loop trains on after an interruption at any line, also with another scaler.
 
-    So they do with another scaler, since no factor and no flag stay on a fused optimizer.
+    Without tries, an interruption between `step` and `update` may cause one of torch's errors in the next step.
     """
-    line = 0
-    while True:
-        line += 7  # each line takes seconds; different lines are met in different calls
+
+    def make():
         loop = Loop(fused, protects=True)
         loop.step()
-        if not _is_interrupted(lambda: program(loop), line):  # noqa: B023  # called at once
-            break
-        if program is _with_two and line % 2:
+        return (loop,)
+
+    # Each line takes seconds. The strides meet different lines in different calls.
+    for line, loop in _interruptions(make, program, stride=7, min_lines=100):
+        if program is _step_twice and line % 2:
             loop.scaler = GradScaler("cpu", init_scale=2.0)
-            loop.scaler.load_state_dict(loop.scaler.state_dict())  # it says nothing of an optimizer that has stepped
-        elif program is _with_two:
+            loop.scaler.load_state_dict(loop.scaler.state_dict())  # so that it accepts an optimizer that has stepped
+        elif program is _step_twice:
             with contextlib.suppress(RuntimeError):  # torch's: "has already been called"
                 loop.step()
             with contextlib.suppress(AssertionError, RuntimeError):
@@ -126,49 +423,47 @@ def test_an_interruption_at_any_line_is_not_left_over(program, fused):
         assert loop.step(batch=batch).applied, line
         torch.testing.assert_close(before - weight, 0.01 * grad, rtol=1e-4, atol=1e-6)
         assert not {"grad_scale", "found_inf"} & vars(loop.optimizer).keys()
-        assert all(each.isfinite().all() for each in loop.model.buffers())
-    assert line > 100
+        assert all(buffer.isfinite().all() for buffer in loop.model.buffers())
 
 
 @EITHER_KIND
-def test_an_interrupted_first_loss_leaves_no_half_made_state(fused):
-    """The next step has the scale and the count of a new scaler."""
-    line = 0
-    while True:
-        line += 1
-        (_, optimizer), scaler = one(fused), GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        if not _is_interrupted(lambda: scaler.scale(torch.ones(())), line):  # noqa: B023  # called at once
-            break
+def test_an_interrupted_first_loss(fused):
+    """After an interruption of its first `scale`, the scaler has the scale and the count of a new scaler."""
+
+    def make():
+        return GradScaler("cpu", init_scale=8.0, growth_interval=2), one(fused)[1]
+
+    def scale(scaler, optimizer):
+        scaler.scale(torch.ones(()))
+
+    for _, scaler, optimizer in _interruptions(make, scale, stride=1, min_lines=10):
         assert [take_step(scaler, optimizer, 1.0)[:3] for _ in range(2)] == [(True, 8.0, 8.0), (True, 8.0, 16.0)]
-    assert line > 10
 
 
 @EITHER_KIND
-def test_an_interrupted_step_of_a_guarded_optimizer_is_not_left_over(fused):
-    """The next one is taken, at whatever line it was; an outcome is that of its own step."""
-    line = 0
-    while True:
-        line += 3
+def test_an_interrupted_step_of_guarded_optimizers(fused):
+    """After an interruption at any line, a guarded optimizer takes its next step. An error makes `last_step` false."""
+
+    def make():
         param, optimizer = one(fused, lr=0.5)
-        guarded(optimizer, max_norm=10.0)
         param.grad = torch.ones(1)
-        if not _is_interrupted(optimizer.step, line):
-            break
+        return param, guarded(optimizer, max_norm=10.0)
+
+    for line, param, optimizer in _interruptions(make, lambda _, optimizer: optimizer.step(), stride=3, min_lines=50):
         before = param.item()
         optimizer.step()
         assert (bool(optimizer.last_step), before - param.item()) == (True, 0.5), line
-    assert line > 50
     optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert not optimizer.last_step
 
 
-# -- no mode by accident -----------------------------------------------------------------------------------------------
+# -- other cases -------------------------------------------------------------------------------------------------------
 
 
-def test_a_skip_under_a_dispatch_mode_leaves_the_state_on_the_host():
-    """A counter of operations is not a recording that decides."""
+def test_dispatch_modes_keep_the_state_on_the_host():
+    """A skip and a step under a mode that counts operations leave the state of the scaler on the host."""
     loop = Loop()
     loop.step()
     with FlopCounterMode(display=False):
@@ -180,41 +475,9 @@ def test_a_skip_under_a_dispatch_mode_leaves_the_state_on_the_host():
         assert loop.step().applied is True
 
 
-# -- no memory of guesses ----------------------------------------------------------------------------------------------
-
-
-@EITHER_KIND
-@pytest.mark.parametrize("call", ["step", "clip"])
-@pytest.mark.parametrize("before", ["unscale_", "unscale_and_clip_"])
-def test_gradients_that_were_given_up(before, call, fused):
-    """Another loss after `unscale_` and `zero_grad` has scaled gradients, which no step may take for unscaled ones."""
-    loop = Loop(fused)
-    loop.backward()
-    CALLS[before](loop.scaler, loop.optimizer)
-    loop.backward()
-    with pytest.raises((CallOrderError, RuntimeError), match=r"still scaled: .* scaler.skip|has already been called"):
-        loop.scaler.step(loop.optimizer) if call == "step" else loop.scaler.unscale_and_clip_(loop.optimizer, 1.0)
-    loop.scaler.skip(loop.optimizer)
-    loop.scaler.update()
-    assert loop.step().applied
-
-
-@pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
-def test_a_step_of_sam_that_is_made_ready_again(call):
-    """Recipes set torch's stage back; what is unscaled again is not given up."""
-    loop = Loop()
-    loop.backward()
-    loop.scaler.unscale_(loop.optimizer)
-    loop.backward()
-    loop.scaler._per_optimizer_states[id(loop.optimizer)]["stage"] = torch.amp.grad_scaler.OptState.READY
-    CALLS[call](loop.scaler, loop.optimizer)
-    loop.scaler.step(loop.optimizer)
-    assert loop.scaler.update().applied
-
-
 @pytest.mark.parametrize("value", [math.nan, -3.0, 0.0, -math.inf])
-def test_a_bad_new_scale_in_a_tensor_on_a_device(value):
-    """It leaves the scale as it was, and nothing is read."""
+def test_bad_new_scales_on_a_device(value):
+    """A new scale on a device that is NaN or not positive changes nothing, and the scaler does not read it."""
     with Emulated("mps"):
         scaler = GradScaler("mps", init_scale=8.0)
         scaler.place_on("mps")
@@ -226,8 +489,8 @@ def test_a_bad_new_scale_in_a_tensor_on_a_device(value):
         assert scaler.get_scale() == 4.0
 
 
-def test_a_view_of_logits_does_not_keep_them():
-    """A loss is kept until `update`, its base is not."""
+def test_losses_do_not_keep_their_base():
+    """The scaler keeps a loss until `update`, but it does not keep the tensor of which the loss is a view."""
     scaler, weight = GradScaler("cpu"), torch.ones(1, requires_grad=True)
     logits = weight * torch.ones(1000)
     storage = StorageWeakRef(logits.untyped_storage())
@@ -236,11 +499,8 @@ def test_a_view_of_logits_does_not_keep_them():
     assert storage.expired()
 
 
-# -- who says applied --------------------------------------------------------------------------------------------------
-
-
-def test_an_optimizer_that_steps_in_a_gradient_hook_is_told():
-    """Its gradients are applied scaled, and `step` finds none."""
+def test_steps_in_gradient_hooks_warn():
+    """`update` warns if an optimizer has stepped in a gradient hook, where its gradients are still scaled."""
     (param, inner), scaler = one(lr=1e-6), GradScaler("cpu")
 
     def step_now(p):
@@ -254,8 +514,8 @@ def test_an_optimizer_that_steps_in_a_gradient_hook_is_told():
         scaler.update()
 
 
-def test_a_disabled_scaler_around_a_guarded_optimizer():
-    """The optimizer decides, and the outcome says so."""
+def test_guarded_optimizers_under_disabled_scalers():
+    """A guarded optimizer decides about its step, and the outcome of a disabled scaler reports the decision."""
     (param, optimizer), scaler = one(), GradScaler("cpu", enabled=False)
     guarded(optimizer)
     for value in (1.0, math.nan, 1.0):
