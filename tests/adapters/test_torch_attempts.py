@@ -146,6 +146,15 @@ def test_retries_on_a_device(fused):
         assert (attempt.scales, bool(attempt.info), param.item()) == ([16.0, 8.0, 4.0], True, 0.0)
 
 
+def test_a_skip_before_the_first_loss():
+    """A body may skip the first step of a scaler before the scaler has scaled a loss."""
+    (_, optimizer), scaler = one(), GradScaler("cpu")
+    for attempt in scaler.attempts():  # noqa: B007  # used after the loop
+        scaler.skip(optimizer)
+        scaler.update()
+    assert (attempt.number, bool(attempt.info)) == (0, False)
+
+
 def test_a_loop_counts_as_one_step(caplog):
     """Retries are not skipped steps: the log, the diagnosis and `max_overflow_streak` do not count them."""
     caplog.set_level(logging.WARNING, "lossscale")
