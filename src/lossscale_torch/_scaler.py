@@ -485,7 +485,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
             # Find out for each optimizer whether its step was applied.
             by_optimizer: dict[int, bool | Tensor] = {}
             for key, step in records.items():
-                if step["stage"] is READY:
+                if not step.has_begun:
                     continue
                 is_applied: bool | Tensor | None = step.applied if step["stage"] is STEPPED else False
                 if is_applied is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 from torch.optim import Optimizer
 
 from lossscale_core import GuardState, SpikeGuard, check_limits
@@ -213,7 +213,9 @@ class Protect(Hook):
     """
 
     def __init__(self, modules: Module | Iterable[Module]) -> None:
-        roots = [modules] if isinstance(modules, Module) or not isinstance(modules, Iterable) else list(modules)
+        # A `ModuleList` is a list, too: its own `forward` never runs, and the caller may keep only its elements.
+        is_one = isinstance(modules, Module) and not isinstance(modules, ModuleList)
+        roots = [modules] if is_one or not isinstance(modules, Iterable) else list(modules)
         self._copies: dict[Module, Buffers] = {}
         """The copies of this step, by the modules that `protect=` received."""
         undo = contextlib.ExitStack()

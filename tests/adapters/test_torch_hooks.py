@@ -152,10 +152,11 @@ def test_buffers_are_restored_by_their_names(device, fused):
     """A skipped step restores a buffer that was replaced by another tensor.
 
     It leaves a cache that the forward pass has made, and sparse and expanded buffers.
+    A `ModuleList` need not live on.
     """
     with Emulated("mps"):
         model, (param, optimizer) = _Reassigning(device), one(fused, device)
-        scaler = GradScaler(device, policy=FixedScaling(4.0), protect=[model])
+        scaler = GradScaler(device, policy=FixedScaling(4.0), protect=torch.nn.ModuleList([model]))
         scaler.place_on(device)
         for step, size in enumerate((math.nan, 1.0, INF, 1.0, math.nan)):
             model.sparse, model.expanded = torch.zeros(2).to_sparse(), torch.zeros(1).expand(2)

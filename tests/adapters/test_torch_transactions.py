@@ -206,8 +206,6 @@ class _Steps(RuleBasedStateMachine):
     )
     def step(self, point, steps_idle):
         is_finite = math.isfinite(self.grad)
-        if self.fused and is_finite and self.stage == "ready" and point in ("before_step", "optimizer"):
-            return  # `update` assumes that the kernel has run
         if steps_idle:
             self.scaler.step(self.idle)
         self.faults.point = point
