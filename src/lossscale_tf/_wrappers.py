@@ -48,9 +48,18 @@ class Mark(NamedTuple):
 
 
 def mark_of(leaf: Any, owner: Any) -> Mark | None:
-    """Return the mark that an optimizer has set on a gradient, or None."""
+    """Return the mark that an optimizer has set on a gradient, or None.
+
+    A mark that was set in another branch of `tf.cond` has a loss scale that only that branch can use.
+    """
     mark = getattr(leaf, "_loss_scaling", None)
-    return mark if isinstance(mark, Mark) and mark.loss.owner is owner else None
+    if not isinstance(mark, Mark) or mark.loss.owner is not owner:
+        return None
+    scale, graph = mark.loss.loss_scale, tf.compat.v1.get_default_graph()
+    while tf.is_symbolic_tensor(scale) and scale.graph is not graph:
+        if (graph := getattr(graph, "outer_graph", None)) is None:
+            return None
+    return mark
 
 
 def mark_gradient(loss: Any, leaf: Gradient, grad: Any, kind: Any) -> None:

@@ -303,6 +303,30 @@ def test_gradients_between_two_compiled_functions(by):
     two.went(12.0)
 
 
+@pytest.mark.parametrize("first", ["unscale_and_apply", "apply_scaled"])
+def test_branches_with_different_calls(first):
+    """One branch of `tf.cond` unscales gradients, and the other applies them while they are scaled."""
+    two = Two()
+
+    def unscale_and_apply(grads):
+        two.unscale_and_apply(grads, 0)
+
+    def apply_scaled(grads):
+        two.optimizer.apply(grads, two.weights[:1])
+
+    branches = unscale_and_apply, apply_scaled
+    one, other = branches if first == "unscale_and_apply" else branches[::-1]
+
+    @traced
+    def step(takes_one):
+        grads = two.scaled(0, 3.0, "get_scaled_loss")
+        tf.cond(takes_one, lambda: one(grads), lambda: other(grads))
+
+    for takes_one in (True, False, False, True):
+        step(tf.constant(takes_one))
+    two.went(12.0)
+
+
 def test_replicas_with_two_losses():
     """Two losses are scaled before the first step, eagerly and in a graph. A step may consist of two runs."""
     with STRATEGY.scope():
