@@ -11,17 +11,18 @@ from lossscale_core.errors import LossScaleError
 
 
 def execute(program: list[str], *, is_module: bool) -> None:
-    """Execute a program as `__main__`, with the same exit status, output and tracebacks as without this library.
+    """Execute a program as `__main__`, with the same exit status and output as without this library.
 
-    The module stays `sys.modules["__main__"]`, where exit functions, threads and child processes of the script look for
-    its classes. `runpy.run_path` would restore the module of the command.
+    The module of the program stays `sys.modules["__main__"]` after its end, where exit functions, threads and child
+    processes of the program look for its classes. `runpy.run_path` would restore the module of the command.
 
     Args:
         program: The path of the script, or the name of the module, and the arguments.
         is_module: Whether the first element is the name of a module.
 
     Raises:
-        SystemExit: The program has ended, or does not exist (status 2).
+        SystemExit: From the program, for a syntax error (status 1) and for a module that does not exist (status 2).
+        OSError: The script cannot be read.
     """
     sys.argv[:] = program
     main, code = _module(program[0]) if is_module else _script(program[0])

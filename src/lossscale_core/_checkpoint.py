@@ -183,7 +183,7 @@ def _require_version(saved: Mapping[str, Any]) -> None:
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
             f"version={describe(version)} of the saved state must be {VERSION}; {_HINT}; if a newer release saved it, "
-            "run: pip install --upgrade lossscale"
+            "upgrade lossscale"
         )
 
 

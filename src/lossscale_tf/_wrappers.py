@@ -43,7 +43,7 @@ class Mark(NamedTuple):
     kind: Literal["scaled", "unscaled", "computed"]
     """"scaled" before `get_unscaled_gradients`, "unscaled" after it, or "computed" by `compute_gradients`."""
     origin: Any = None
-    """In a graph, the gradient before it was unscaled. The step unscales and clips this gradient by one product.
+    """In a graph, the gradient before it was unscaled. The step multiplies this gradient once, to unscale and clip it.
     TensorFlow then prunes the unscaled tensor, which saves a write and a read of all gradients."""
 
 

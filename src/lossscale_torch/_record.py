@@ -69,7 +69,7 @@ class OptimizerStep(dict[str, Any]):
     divisor: Tensor | None = None
     """The number by which the kernel of a fused, guarded optimizer divides the gradients, to clip them."""
     has_divided: bool = False
-    """Whether the gradients are unscaled: this rank has divided them, and has not scaled a loss after the step."""
+    """Whether the gradients are unscaled: this rank has divided them, and no loss was scaled since the step."""
     combined_over: "Sequence[ProcessGroup]" = ()
     """The groups of ranks over which a clip has combined the flags."""
     has_dropped: bool = False
@@ -144,15 +144,15 @@ class OptimizerSteps(defaultdict[int, OptimizerStep]):
             for param in owners.keys() & {*params}:
                 owner, optimizer = owners[param], owners[param].optimizer
                 is_divided = owner.has_divided and param.grad is not None
-                is_wrapped = optimizer.param_groups is claim.optimizer.param_groups
-                if owner is not claim and (is_wrapped or (is_divided and BaseScaling.of(policy).scales_losses)):
+                shares_groups = optimizer.param_groups is claim.optimizer.param_groups
+                if owner is not claim and (shares_groups or (is_divided and BaseScaling.of(policy).scales_losses)):
                     name = dict(zip(params, names_of(claim.optimizer), strict=True))[param]
                     raise CallOrderError(
                         f"{name} belongs to two optimizers of this step, a {type(optimizer).__name__} and a "
                         f"{type(claim.optimizer).__name__}, and its gradient would be divided twice; pass an optimizer "
-                        "as the same object to each call, or unscale optimizers that share parameters together, before "
-                        "the first step: scaler.unscale_and_clip_([first, second], max_norm); max_norm=float('inf') "
-                        "does not clip"
+                        "as the same object to each call, or, if two optimizers share parameters, unscale both in one "
+                        "call before the first step: scaler.unscale_and_clip_([first, second], max_norm); "
+                        "max_norm=float('inf') does not clip"
                     )
             owners.update(dict.fromkeys(params, claim))
 

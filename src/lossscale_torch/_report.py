@@ -49,11 +49,11 @@ def bad_gradients(named: Iterable[tuple[str, Any]]) -> tuple[list[str], list[tup
 
 def pairs(named_parameters: object, caller: str) -> list[tuple[str, Tensor]]:
     """Return the pairs of a name and a parameter as a list; raise `TypeError` for other values."""
-    is_module = isinstance(named_parameters, Module) or not isinstance(named_parameters, Iterable)
-    listed: list[Any] = [named_parameters] if is_module else [*named_parameters]  # type: ignore[misc]  # is iterable
+    is_single = isinstance(named_parameters, Module) or not isinstance(named_parameters, Iterable)
+    listed: list[Any] = [named_parameters] if is_single else [*named_parameters]  # type: ignore[misc]  # is iterable
     for pair in listed:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
-            kind = type(pair).__name__ if is_module else f"an iterable of {type(pair).__name__}"
+            kind = type(pair).__name__ if is_single else f"an iterable of {type(pair).__name__}"
             raise TypeError(
                 f"{caller} was given {kind}; it takes pairs of a name and a parameter; pass model.named_parameters()"
             )

@@ -37,7 +37,9 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, is_applied: bool | Tensor = False, *, with_caches: bool = True) -> None:
-        """Give the buffers their earlier values and tensors, unless `is_applied`, a bool or a bool tensor, is true.
+        """Give the buffers their earlier values, unless `is_applied`, a bool or a bool tensor, is true.
+
+        If `is_applied` is a bool, buffers that hold another tensor get their earlier tensor, too.
 
         A buffer that holds a new tensor is a cache if its shape, dtype or device has changed, or if the module does not
         save it in its state dict. Caches are restored only `with_caches`.
@@ -66,7 +68,8 @@ class _BufferGroup:
         copies = self.copies if self.joined is None else _split(self.joined, self.shapes)
         changed = []
         for (module, name, buffer), before in zip(self.entries, copies, strict=True):
-            now: Any = buffer if with_caches else module._buffers.get(name)  # scripted modules have no get
+            # The `_buffers` of a scripted module have no `get`; retries do not need it.
+            now: Any = buffer if with_caches else module._buffers.get(name)
             if now is not buffer and _is_cache(module, name, now, buffer):
                 continue
             is_resized = now is buffer and now.shape != before.shape  # an observer of torch.ao resizes its buffers

@@ -43,7 +43,7 @@ def test_the_readme_quotes_the_costs():
     on_cpu, on_gpu = re.findall(r"(\d\.\d\d ×)", README)
     assert f"| PyTorch: clip and step, SGD | {on_cpu} | {on_gpu} |" in COSTS
     times = re.findall(r"\d+\.\d\d ms \(\d+\.\d%\)", COSTS)
-    slowest = re.findall(r"\d\.\d\d ×", COSTS.partition("The slowest rows")[2])
+    slowest = re.findall(r"\d\.\d\d ×", COSTS.partition("The slowest steps")[2])
     assert (len(times), len(slowest)) == (4, 2)
     benchmarks = _text(*(ROOT / "benchmarks" / f"{name}.md" for name in ("step", "torch-cuda", "jax")))
     assert all(f"| {number} " in benchmarks for number in times + slowest)
