@@ -1,4 +1,4 @@
-"""The policy of a scaler, from its arguments or a checkpoint; and checkpoints: torch's five keys beside the core's."""
+"""The policy of a scaler from its arguments or a checkpoint; checkpoints with torch's five keys and the core's keys."""
 
 import dataclasses
 import math
@@ -93,7 +93,7 @@ def policy_setting(name: str) -> property:
         return value
 
     def write(scaler: "GradScaler", value: float) -> None:
-        if "_policy" not in vars(scaler):  # torch's constructor; the policy has the setting
+        if "_policy" not in vars(scaler):  # torch's constructor sets it; the policy comes later and has the setting
             return
         if name not in BaseScaling.of(scaler.policy).settings():
             raise PolicyError(f"{scaler.policy!r} has no {name}; make the scaler with another policy")
@@ -155,7 +155,7 @@ class _MissingKeyError(CheckpointError, KeyError):
 def check_new_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> float | torch.Tensor:
     """Return the loss scale for `update(new_scale)`: a number within the policy's bounds, or a tensor on a device.
 
-    For other values raises the `AssertionError` of torch's scaler; the message adds the value and the remedy.
+    Raises the `AssertionError` of torch's scaler for other values; the message adds the value and the remedy.
     """
     value = new_scale
     is_scalar = isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
@@ -174,7 +174,7 @@ def check_new_scale(new_scale: Any, device_type: Any, policy: ScalingPolicy) -> 
 
 
 def _clamp(name: str, value: Any, low: float, high: float) -> float:
-    """Return the number within the bounds that is next to `value`; warn if it differs from `value`."""
+    """Return the number within the bounds that is nearest to `value`; warn if it differs from `value`."""
     within = min(max(float(value), low), high)
     if within != value:
         warn_caller(f"{name}={describe(value)} is beyond the bounds of the policy, and becomes {format_number(within)}")

@@ -1,4 +1,4 @@
-"""Unscale and clip gradients by their common norm, with one read and one multiplication where that suffices."""
+"""Unscale and clip gradients by their common norm, usually with one read and one multiplication."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _LARGEST = torch.finfo(torch.float32).max
 def clip(
     scaler: "GradScaler", optimizers: Sequence[Optimizer], max_norm: Any, norm_type: float, is_guarded: bool = False
 ) -> Tensor:
-    """Unscale and clip; return the norm before clipping. A guarded optimizer, if fused, clips by its own kernel."""
+    """Unscale and clip; return the norm before clipping. For a guarded fused optimizer, its kernel clips."""
     if not optimizers:
         raise ValueError("an empty list of optimizers has no gradients to clip; pass an optimizer, or several")
     limit, order = float(check_setting("max_norm", max_norm)), float(norm_type)
@@ -48,8 +48,8 @@ def clip(
     if not steps:
         return torch.zeros_like(scaler._scale) if done_norm is None else done_norm
     optimizers = [step.optimizer for step in steps]
-    # Powers above 6 of gradients that are still scaled may leave float64.
-    if scaler._unscales_as_torch() and not MAX_EXACT_ORDER < order < math.inf:
+    # Powers above 6 of gradients that are still scaled may exceed the range of float64.
+    if scaler._has_original_unscale() and not MAX_EXACT_ORDER < order < math.inf:
         return _clip_scaled(scaler, steps, limit, order, is_guarded)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -120,7 +120,7 @@ def _clip_unscaled(scaler: "GradScaler", optimizers: Sequence[Optimizer], max_no
 
 @torch.no_grad()
 def total_norm(scaler: "GradScaler", optimizer: Optimizer, groups: "Sequence[ProcessGroup]") -> Tensor:
-    """Return the 2-norm of unscaled gradients on all ranks: shape `()`, where the scale is. Does not synchronise."""
+    """Return the 2-norm of unscaled gradients on all ranks: shape `()`, on the scale's device. Does not synchronise."""
     gradients, unit = Gradients([optimizer]), scaler._state.unit
     to_host = Tensor.item if unit.is_cpu and not is_capturing() else None
     norm, _ = gradients.norm(2.0, unit, groups, scaler._ranks.norm_group, to_host)

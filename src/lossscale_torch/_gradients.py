@@ -19,7 +19,7 @@ _WITHOUT_BFLOAT16 = ("cuda",)
 Bucket = list[Tensor]
 
 _SMALLEST_DOT = 4096
-"""The number of elements from which a tensor gets a `torch.dot` of its own; copying fewer takes as long as the call."""
+"""The smallest size of a tensor for a `torch.dot` of its own; copying a smaller one takes no longer than the call."""
 _SMALLEST_FLOAT32_NORM = 2.0**-40
 """The smallest norm that float32 computes reliably; below it, squares may flush to zero."""
 MAX_EXACT_ORDER = 6.0
@@ -31,7 +31,7 @@ class Gradients:
 
     The tensors in the buckets share memory with the gradients. Foreach kernels cannot change every gradient in place. A
     sparse gradient with duplicates and a DTensor with partial sums are therefore first replaced in `.grad`. A float16
-    gradient is a `ValueError` with torch's message, unless `allow_half`.
+    gradient raises `ValueError` with torch's message, unless `allow_half`.
     """
 
     __slots__ = ("_grads", "_values", "buckets")
@@ -52,8 +52,8 @@ class Gradients:
     def check_and_multiply_(self, factor: Tensor, found_inf: Tensor, is_one: bool = False) -> dict[Any, Tensor]:
         """Multiply the gradients in place; return a flag for each device, 1.0 if a gradient was not finite, else 0.0.
 
-        `found_inf` is the flag for the device of `factor`, 0.0 at first; other devices get copies. If the factor
-        `is_one`, nothing is written to the gradients.
+        `found_inf` is the flag for the device of `factor`, 0.0 at first; other devices get copies. With
+        `is_one`, the factor is 1, and the gradients keep their values.
         """
         flags: dict[Any, Tensor] = {}
         for bucket in self.buckets:
@@ -93,8 +93,8 @@ class Gradients:
             norm_group: The member of `groups` whose ranks hold different parameters.
             to_host: A function that waits for a tensor and returns its value. With it, and without groups, a 2-norm is
                 computed in the dtype of the gradients, and again in float64 only if it is infinite or tiny.
-            left_out: Whether this rank has left out the last step. If only some ranks of `groups` have, the norm is -1,
-                and the flag is False.
+            left_out: Whether this rank has left out the last step. If only some ranks of `groups` have left it out,
+                the norm is -1, and the flag is False.
 
         Returns:
             The norm and a bool. Both are tensors of shape `()`, the norm in float64 if the device supports it; or both
@@ -195,12 +195,12 @@ def check_and_multiply_(bucket: Bucket, factor: Tensor, found_inf: Tensor, is_on
             found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(largest)).float()))
         if not is_one:
             torch._foreach_mul_(bucket, factor)
-    else:  # this kernel does not write by 1
+    else:  # this kernel keeps the values if the factor is 1
         torch._amp_foreach_non_finite_check_and_unscale_(bucket, found_inf, factor)
 
 
 def reduce_max(flags: Tensor, groups: Iterable[Any]) -> Tensor:
-    """Replace flags by their maximum over the ranks of each group, and return them; every rank of a group must call."""
+    """Replace flags by their maximum over the ranks of each group, and return them. Every rank must make this call."""
     for group in groups:
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
     return flags

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from lossscale_torch._extras._attempts import Attempt
 
 _MAX_LOSSES = 64
-"""The number of losses of a step that the scaler keeps, to find the cause of an overflow."""
+"""The largest number of losses per step that the scaler keeps, to find the cause of an overflow."""
 _IF_INTERRUPTED = " If that step was interrupted, end it by scaler.update()."
 _LEGACY_WARNING = (
     "GradScaler is going to stop passing itself as a keyword argument to the passed optimizer. In the near future "
@@ -104,24 +104,24 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
     Args:
         device: The device type of the loss scale, such as `"cuda"`. The first scaled loss determines the device.
         init_scale: The first loss scale, between 2**-126 and 2**126. This argument and the next three are torch's.
-        growth_factor: The factor of the loss scale after `growth_interval` finite steps in a row.
-        backoff_factor: The factor of the loss scale after an overflow.
+        growth_factor: The factor that multiplies the loss scale after `growth_interval` finite steps in a row.
+        backoff_factor: The factor that multiplies the loss scale after an overflow.
         growth_interval: The number of finite steps in a row before the scale grows. With 0 the scale does not grow, as
             in torch.
         enabled: Whether the scaler is active. If False, training runs as without a scaler.
         policy: A value that `lossscale_core.as_policy` accepts, instead of torch's four arguments.
         process_group: The group of ranks that decide together: if a gradient overflows on one rank, all of them skip
             the step. Parameters that are sharded over a device mesh do not need this argument.
-        norm_group: A group of ranks with different parameters, such as the stages of a pipeline. They decide together,
-            and the gradient norm includes the parameters of all these ranks.
+        norm_group: A group of ranks with different parameters, such as the stages of a pipeline. These ranks decide
+            together, and the gradient norm includes the gradients of all of them.
         half_gradients: Whether to accept float16 gradients. Unscaling them in place may flush small values to zero; by
             default `unscale_` raises `ValueError`.
         guard: A `SpikeGuard`. It skips the step of an optimizer if the gradient norm is far above the earlier norms.
-            The loss scale and its counters stay.
+            The loss scale and its counters do not change.
         protect: A module or several. A skipped step restores their buffers, such as BatchNorm's statistics.
-        optimizers: Optimizers with gradients that may wait over an `update`, because the optimizers step at different
-            batches, or each before its own `update` as under Accelerate and Lightning. If the loss scale changes, the
-            scaler multiplies these gradients to match it.
+        optimizers: Optimizers that may keep their gradients over an `update`, because they step at different batches,
+            or because an `update` follows the step of each optimizer, as under Accelerate and Lightning. If the loss
+            scale changes, the scaler multiplies these gradients to match it.
         hooks: Objects of `lossscale_torch.hooks.Hook`. Ranks that decide together must have the same hooks.
 
     Raises:
@@ -169,18 +169,18 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         self._state = ScalerState(NoScaling().init_state())
         with contextlib.suppress(TypeError):  # for a factor that is not a number; `choose_policy` raises a clear error
             settings: dict[str, Any] = torch_args if policy is None else {}
-            TorchScaler.__init__(self, device, enabled=enabled, **settings)  # torch.cuda.amp's warns
+            TorchScaler.__init__(self, device, enabled=enabled, **settings)  # torch.cuda.amp's would warn
         self._policy = choose_policy(policy, torch_args) if enabled or policy is not None else DynamicScaling()
         self._follows_checkpoint = policy is None
         self._state.load(self._policy.init_state(), self._policy)
         self._waiting = Waiting(optimizers if enabled else ())
         for optimizer in self._waiting.optimizers:
             require_optimizer(optimizer, "GradScaler")
-        # Whether a step may come without a scaled loss: if gradients wait, if `place_on` was called, after a warning.
+        # True if a step needs no scaled loss: with `optimizers=`; after `place_on`, a warning or a captured loss.
         self._loss_is_optional = bool(self._waiting.optimizers)
         self._needs_new_loss = False  # True between `load_state_dict` in the middle of a step and the next loss
         self._half_gradients = half_gradients
-        self._mark = uuid.uuid4().hex  # marks the losses of this scaler; a string, since a tensor with it can be saved
+        self._mark = uuid.uuid4().hex  # marks the losses of this scaler; a string, so that a marked tensor can be saved
         self._hooks, self._guard = require_hooks(hooks, guard)
         self._needs_norm = self._guard is not None or any(hook.needs_norm for hook in self._hooks)
         self._undoing: list[Hook] = [self._waiting] if self._waiting.optimizers else []
@@ -192,12 +192,12 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
 
     def _begin_step(self) -> None:
         """Forget the losses and the records of the last step."""
-        self._is_dropped = False  # True if `load_state_dict` has dropped a step that `update` is still to end
+        self._is_dropped = False  # True if `load_state_dict` has dropped a step that `update` must still end
         self._losses: list[Tensor | None] = []
         self._steps = OptimizerSteps(OptimizerStep)
 
     def _use_records(self, records: Mapping[int, dict[str, Any]]) -> None:
-        """Replace the records, as other packages do. `records` may have torch's plain dicts."""
+        """Replace the records, as other packages do. `records` may hold torch's plain dicts."""
         self._steps = OptimizerSteps(OptimizerStep)
         for key, record in records.items():
             self._steps[key] = record
@@ -220,8 +220,8 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         """Multiply one or more losses by the loss scale, and return the products.
 
         Call `backward` on the result before the next `update`. After an `update` that changes the scale, `backward`
-        raises `RuntimeError`; if a fused optimizer has stepped on a device, it does so after every `update`. Does not
-        synchronise.
+        raises `RuntimeError`; if a fused optimizer has stepped on a device, `backward` raises it after every
+        `update`. Does not synchronise.
 
         Args:
             outputs: A tensor of any shape, or a nested structure or an iterable of tensors.
@@ -387,7 +387,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         a `grad_scale` before, the kernel divides by the product.
         """
         factor = self._scale if step["stage"] is READY else step.divisor
-        # After an interrupted step, the optimizer still has `found_inf`; then `grad_scale` is not the user's.
+        # After an interrupted step, the optimizer still has `found_inf`, and `grad_scale` may come from that step.
         is_left_over = getattr(optimizer, "found_inf", None) is not None
         preset = None if is_left_over else getattr(optimizer, "grad_scale", None)
         if preset is not None:
@@ -395,7 +395,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         flag = combine(step.flags.values(), self._scale.device)
         # The kernel skips at 1.0 only. `ne` is true for NaN, too.
         found_inf: Any = torch.ne(flag, 0.0, out=torch.empty_like(flag, dtype=torch.float32))
-        found_inf.is_left_over = True  # for the next step, if an error interrupts this step
+        found_inf.from_lossscale = True  # for a guarded optimizer, if an interrupted step leaves this flag
         old_states = len(getattr(optimizer, "state", ()))
         try:
             # `found_inf` is set first and deleted last, so that an interrupted step cannot leave `grad_scale` alone.
@@ -419,15 +419,15 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
 
         `update` then returns an outcome with `applied` False. If the gradients were unscaled, `update` counts the step,
         and an overflow lowers the loss scale; otherwise it does not count the step. If ranks decide together, all of
-        them skip the step when one of them calls `skip`; after `unscale_and_clip_`, every rank must call it. Does not
-        synchronise. Raises `RuntimeError` after `step`.
+        them skip the step when one of them calls `skip`; after `unscale_and_clip_`, every rank must call `skip`. Does
+        not synchronise. Raises `RuntimeError` after `step`.
         """
         step = self._open(optimizer, "skip")
         if step.is_done or (not self._enabled and step.applied):  # the optimizer has stepped already
             return
         if self._enabled and self._ranks.groups([optimizer]):  # make the same collective calls as the ranks that step
             if self._state.scale is None:
-                self._place_beside(optimizer)
+                self._place_on_device_of(optimizer)
             self._check_gradients(step, kind_of(optimizer))
             step.applied = False
             step.store_veto(True, self._ranks)
@@ -512,11 +512,12 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
             scheduler.step()
         ```
 
-        The body is a whole step: all its micro-batches and one `update`. Code for applied steps, such as a schedule,
-        stands after the loop. Before another try, the loop restores the buffers of `modules` and the random states of
-        Python, NumPy, the CPU and all devices in use. It sets the gradients of the optimizers that took part to None.
-        It restores the gradients of `optimizers=`, multiplied to match the current scale. It does not restore Python
-        attributes and generators of your own. Parameters need no restoring, since a skipped step does not change them.
+        The body is a whole step: all its micro-batches and one `update`. Put code for applied steps, such as a
+        schedule, after the loop. Before another try, the loop restores the buffers of `modules` and the random states
+        of Python, NumPy, the CPU and all devices in use. It sets the gradients of the optimizers that took part to
+        None. It restores the gradients of `optimizers=`, multiplied to match the current scale. It does not restore
+        Python attributes and generators of your own. Parameters need no restoring, since a skipped step does not change
+        them.
 
         The loop ends
         - if the step was applied, or skipped for another reason than an overflow,
@@ -536,7 +537,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         Raises:
             CallOrderError: For a body that does not call `update` once, and for a loop within another loop of the same
                 scaler.
-            PolicyError: For `retries` that is not a whole number from 0.
+            PolicyError: For `retries` that is not a whole number of at least 0.
             TypeError: For an argument that is not a module.
         """
         from lossscale_torch._extras._attempts import attempts
@@ -596,7 +597,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
     def _require_loss(self, optimizer: Optimizer, caller: str) -> None:
         """Raise or warn if no loss was scaled since the last update. An optimizer without gradients may step."""
         if not has_gradients(optimizer):
-            self._place_beside(optimizer)
+            self._place_on_device_of(optimizer)
         elif self._state.scale is None:
             self._check_scale_growth_tracker(caller)
         elif self._needs_new_loss and not self._waiting.has(optimizer):
@@ -654,13 +655,13 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         self._steps[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
-    def _unscales_as_torch(self) -> bool:
+    def _has_original_unscale(self) -> bool:
         """Return whether neither a subclass nor an assignment has replaced `unscale_` or `_unscale_grads_`."""
         unscale, multiply = getattr(self.unscale_, "__func__", None), getattr(self._unscale_grads_, "__func__", None)
         return unscale is GradScaler.unscale_ and multiply is GradScaler._unscale_grads_
 
     def _has_ranks(self) -> bool:
-        """Return whether ranks may decide together. False is certain; True may also mean one rank."""
+        """Return whether several ranks may decide together. False is certain; True may also mean a single rank."""
         ranks = self._ranks
         return ranks.process_group is not None or ranks.norm_group is not None or has_meshes()
 
@@ -734,7 +735,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
         if self._state.scale is None:
             self._state.place(dev)
 
-    def _place_beside(self, optimizer: Optimizer) -> None:
+    def _place_on_device_of(self, optimizer: Optimizer) -> None:
         self._lazy_init_scale_growth_tracker(next((param.device for param in params_of(optimizer)), self._device))
 
     @property
@@ -795,9 +796,9 @@ class GradScaler(torch.cuda.amp.GradScaler):  # other packages test for this sub
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scaler as plain values: torch's five keys and the keys of `state_to_dict`.
 
-        Torch's scaler can load the dict, and every other framework can, by `lossscale_core.state_from_dict`. With a
-        policy class of your own, the dict does not have torch's keys, since torch's scaler has no such rule. The dict
-        of a disabled scaler is empty. Synchronises with the host.
+        Torch's scaler can load the dict. Other frameworks load it by `lossscale_core.state_from_dict`. With a policy
+        class of your own, the dict does not have torch's keys, since torch's scaler has no such rule. The dict of a
+        disabled scaler is empty. Synchronises with the host.
         """
         if not self._enabled:
             return {}

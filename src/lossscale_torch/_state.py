@@ -46,7 +46,7 @@ class ScalerState:
     _tracker: Any = None
     """torch's growth tracker; None until other code or a device needs it."""
     _host_scale: tuple[int, float] | None = None
-    """The last value of the scale that the host knows, after the version of the scale's tensor that has this value."""
+    """A version of the scale's tensor, and the value that the tensor has in this version."""
 
     def __init__(self, state: ScaleState) -> None:
         self.init_scale = state[0].item()
@@ -168,8 +168,8 @@ class ScalerState:
     ) -> Outcome:
         """Update the state by the rule of the policy, and return the outcome of the step.
 
-        The update runs on the host if the host knows the flags and the scale, else on the device. It changes nothing
-        if a hook has vetoed the step, or unless `is_counted`.
+        The update runs on the host if the host knows the flags and the scale, else on the device. The
+        state does not change after a veto of a finite step, or if `is_counted` is False.
         """
         before, tracker = self.fields, self._tracker
         if tracker is not None and not isinstance(tracker, Tensor):
@@ -263,16 +263,16 @@ class DeviceFields:
             for field, value in zip(self._fields, rest, strict=True):
                 field.fill_(value.item())
         self._like, self._streak = state, state._fields.index("overflow_streak") - 2
-        # The table has no saturating counters, and no overflows that hysteresis tolerates.
-        self._is_usual = state.hysteresis_tracker <= 1 and all(value < _LARGEST_COUNT // 2 for value in rest)
+        # The table does not describe counters that saturate or overflows that hysteresis tolerates.
+        self._fits_table = state.hysteresis_tracker <= 1 and all(value < _LARGEST_COUNT // 2 for value in rest)
         self.follow(policy, tracker)
 
     def follow(self, policy: ScalingPolicy, tracker: Tensor) -> None:
         """Follow another policy. Makes the table of changes if torch's kernel can update the scale by its rule."""
         self._after: tuple[Tensor, int] | None = None
         """A copy of the loss scale after the last step, and the version of torch's tensor at that time."""
-        self._rule = _kernel_rule(policy, self.device) if self._is_usual else None
-        self._is_usual = self._rule is not None  # the host does not know the counts that another policy leaves
+        self._rule = _kernel_rule(policy, self.device) if self._fits_table else None
+        self._fits_table = self._rule is not None  # the host does not know the counts that another policy leaves
         if self._rule is not None:
             with outside_graph(self.device):
                 tracker.clamp_(max=self._rule.growth_interval - 1)  # the kernel compares with ==, not with >=
@@ -362,7 +362,7 @@ def _kernel_rule(policy: ScalingPolicy, device: torch.device) -> DynamicScaling 
 def _count_changes(policy: DynamicScaling) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """Return how an overflow, a finite step and a vetoed step change the counts: int64, shape (3, 2, counts).
 
-    For each of the three, the new counts are the old counts times the second row, plus the first row. The rows are
+    In each of the three cases, the new counts are the old counts times the second row, plus the first row. The rows are
     computed by `policy.update`, from counts of 0 and counts of 1.
     """
     scale, tracker, *counts = policy.init_state()
@@ -395,6 +395,6 @@ def outside_graph(device: torch.device) -> Iterator[None]:
             "the state of the scaler is still on the host, and a graph that is being captured would write it again at "
             "each replay; take one step with this optimizer before capturing one"
         )
-    # The context may make tensors in a validation loop, and training uses them later.
+    # Code in this context may make tensors in a validation loop, and training uses these tensors later.
     with torch.inference_mode(False), _disable_current_modes():
         yield

@@ -52,7 +52,7 @@ class Watch(Hook):
     _late: "LateCopy | None" = None
 
     def __init__(self) -> None:
-        self._watch, self._left = ScaleWatch(), CHECK_EVERY
+        self._watch, self._updates_until_check = ScaleWatch(), CHECK_EVERY
         self.faults: dict[str, int] = {}
         """For each fault of the last update, the number of updates in a row with this fault."""
 
@@ -73,15 +73,15 @@ class Watch(Hook):
         if self.tries is not None:
             self.tries.note(info)
             return
-        if info.applied is True and info.had_gradients and self._left > 1:
-            self._left -= 1
+        if info.applied is True and info.had_gradients and self._updates_until_check > 1:
+            self._updates_until_check -= 1
             self.has_bad_loss, self.faults = False, {}
         else:
             self.check(scaler, info, info.overflowed is True and not scaler._are_losses_finite())
 
     def check(self, scaler: "GradScaler", info: StepInfo, has_bad_loss: bool) -> None:
         """Note the faults of a step, check the limit of the policy, and log the state at each 32nd update."""
-        self._left -= 1
+        self._updates_until_check -= 1
         self.has_bad_loss = has_bad_loss
         if has_bad_loss and not self._has_logged_loss:
             self._has_logged_loss = True
@@ -102,13 +102,13 @@ class Watch(Hook):
                 self._check_late(scaler, scaler._state.fields)
             return
         limit = BaseScaling.of(scaler.policy).max_overflow_streak
-        if self._left > 0 and limit is None:
+        if self._updates_until_check > 0 and limit is None:
             return
         on_host = scaler._state.on_host()
         if limit is not None:
             check_limits(scaler.policy, on_host)
-        if self._left <= 0:
-            self._left = CHECK_EVERY
+        if self._updates_until_check <= 0:
+            self._updates_until_check = CHECK_EVERY
             self.log(scaler.policy, on_host)
 
     def _check_late(self, scaler: "GradScaler", fields: DeviceFields) -> None:
@@ -120,11 +120,11 @@ class Watch(Hook):
             self._late = None
             self._log_late(scaler, fields, numbers)
         if scaler._scale.device.type in LateCopy.DEVICES and self._is_time():
-            self._left = CHECK_EVERY
+            self._updates_until_check = CHECK_EVERY
             self._late = LateCopy(self._late_tensors(scaler, fields))
 
     def _is_time(self) -> bool:
-        return self._left <= 0
+        return self._updates_until_check <= 0
 
     def _late_tensors(self, scaler: "GradScaler", fields: DeviceFields) -> list[Tensor]:
         return [fields.counts, scaler._scale, scaler._growth_tracker]

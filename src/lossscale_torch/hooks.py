@@ -138,7 +138,7 @@ class Guard(Hook):
         return torch.where(accepted, 0.0, 1.0), after
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
-        """Accept the new states of optimizers without a veto from another hook.
+        """Accept the new state of each optimizer, unless another hook has vetoed its step.
 
         Raises `OverflowStreakError` if a state on the host has reached the guard's `max_streak`.
         """
@@ -214,12 +214,12 @@ class Protect(Hook):
 
     def __init__(self, modules: Module | Iterable[Module]) -> None:
         # A `ModuleList` is a list, too: its own `forward` never runs, and the caller may keep only its elements.
-        is_one = isinstance(modules, Module) and not isinstance(modules, ModuleList)
-        roots = [modules] if is_one or not isinstance(modules, Iterable) else list(modules)
+        is_single_module = isinstance(modules, Module) and not isinstance(modules, ModuleList)
+        roots = [modules] if is_single_module or not isinstance(modules, Iterable) else list(modules)
         self._copies: dict[Module, Buffers] = {}
         """The copies of this step, by the modules that `protect=` received."""
         undo = contextlib.ExitStack()
-        weakref.finalize(self, undo.close).atexit = False  # removes the forward hooks with the scaler
+        weakref.finalize(self, undo.close).atexit = False  # removes the forward hooks when the scaler is deleted
         for root in roots:
             if not isinstance(root, Module):
                 raise TypeError(f"protect= takes modules, and {root!r} is not one; pass protect=[model]")
@@ -283,7 +283,8 @@ class Waiting(Hook):
         """Multiply the waiting gradients that are still scaled by a factor. Does not synchronise."""
         if isinstance(factor, Tensor) or factor != 1.0:
             divided = [step.optimizer for step in scaler.optimizer_steps() if step.has_divided]
-            Gradients([waiting for waiting in self.optimizers if not _is_among(waiting, divided)]).multiply_(factor)
+            scaled = [optimizer for optimizer in self.optimizers if not _is_among(optimizer, divided)]
+            Gradients(scaled).multiply_(factor)
 
     def after_update(self, scaler: "GradScaler", info: StepInfo) -> None:
         """Bring all waiting gradients to the new scale. Does not synchronise."""
@@ -292,7 +293,7 @@ class Waiting(Hook):
 
     @torch.no_grad()
     def abandon(self, scaler: "GradScaler") -> None:
-        """Multiply waiting gradients that were unscaled by the loss scale again. An overflow makes them infinite."""
+        """Scale waiting gradients again if they were unscaled. An overflow makes all of them non-finite."""
         steps = [step for step in scaler.optimizer_steps() if self._is_unscaled(step)]
         divided = [step for step in steps if step.has_divided]
         Gradients([step.optimizer for step in divided]).multiply_(scaler._scale)
@@ -348,7 +349,7 @@ class SameOnRanks(Hook):
     _updates = 0
     """The number of updates, which all ranks compare at each step."""
     left_out = False
-    """Whether this rank has skipped a step after a clip had combined the flags. The next collective compares it."""
+    """Whether this rank has skipped a step after a clip combined the flags. The next collective compares this value."""
 
     def __init__(self, process_group: "ProcessGroup | None" = None, norm_group: "ProcessGroup | None" = None) -> None:
         self.process_group, self.norm_group = process_group, norm_group

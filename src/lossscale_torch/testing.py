@@ -45,7 +45,7 @@ class TrainingLoop(Protocol):
     def step(self, batch: int) -> Any:
         """Take one step: scale, backward, `scaler.step` of each optimizer, one `scaler.update` and what follows.
 
-        `batch` is the number of the step, from 0 on; the loop chooses its data by it.
+        `batch` is the number of the step, from 0 on; the loop chooses its data by this number.
         """
 
 
@@ -58,8 +58,8 @@ def check_training_loop(build: Callable[[GradScaler], TrainingLoop]) -> list[str
        optimizer's state, schedule and average unchanged. After every other step these, and the optimizer's settings
        such as `lr`, must equal the values of a run without such steps, to the bit.
     2. **The loss scale.** Each optimizer receives the same gradients at a loss scale of 1 and of 1024.
-    3. **The source.** If all losses are multiplied by zero, attached ones too, the gradients are zero before they are
-       unscaled. Otherwise a loss was not scaled, or gradients were changed too early.
+    3. **The source.** If all losses, also attached losses, are multiplied by zero, the gradients are zero before they
+       are unscaled. Otherwise a loss was not scaled, or gradients were changed too early.
 
     ```python
     def build(scaler):
@@ -94,7 +94,7 @@ def _check_skips(build: Callable[[GradScaler], TrainingLoop]) -> None:
     """Require that skipped steps change nothing, and that the other steps equal the steps of a run without them."""
     run, clean = _Run(build), _Run(build)
     params = params_of(run.loop.optimizer)
-    start = _flat("", params)
+    start = _flatten("", params)
     for number in range(_STEPS):
         if number in loops.BAD_STEPS:
             before = run.followers()
@@ -110,11 +110,13 @@ def _check_skips(build: Callable[[GradScaler], TrainingLoop]) -> None:
                     "were still there; clear them in every step (optimizer.zero_grad()), not only after an applied one"
                 )
             # A setting that differs comes first, since it is the cause of other differences.
-            if names := sorted(_differing(run.followers(), clean.followers()), key=lambda name: not _is_setting(name)):
+            if names := sorted(
+                _differences(run.followers(), clean.followers()), key=lambda name: not _is_setting(name)
+            ):
                 raise AssertionError(
                     f"after step {number}, unlike without the skipped steps, {join_names(names)}; {_FOLLOW}"
                 )
-    if not _differing(start, _flat("", params)):
+    if not _differences(start, _flatten("", params)):
         raise AssertionError(
             "no parameter changed in eight steps; look for scaler.step, lr and losses that are not finite"
         )
@@ -142,15 +144,15 @@ def _require_skipped(number: int, run: "_Run", before: dict[str, Any]) -> None:
     # If a kernel skips the first step, the optimizer still allocates zeros.
     before = {name: torch.zeros_like(value) for name, value in after.items() if isinstance(value, Tensor)} | before
     # A loop may set the learning rate at the beginning of a step, after the step before.
-    if changed := [name for name in _differing(before, after) if not _is_setting(name)]:
+    if changed := [name for name in _differences(before, after) if not _is_setting(name)]:
         changes = [loops.change(name, before.get(name), after.get(name)) for name in changed]
         hint = f"{_FOLLOW}, and {_PROTECT}" if any(name.startswith("model.") for name in changed) else _FOLLOW
-        hint = _COUNT if all(_is_counted(before.get(name), after.get(name)) for name in changed) else hint
+        hint = _COUNT if all(_rose_by_one(before.get(name), after.get(name)) for name in changed) else hint
         raise AssertionError(loops.not_skipped(number, changes, hint))
 
 
 def _check_scale(build: Callable[[GradScaler], TrainingLoop]) -> bool:
-    """Require that optimizers receive the same gradients at two loss scales; return whether they received some."""
+    """Require that optimizers receive the same gradients at two loss scales; return whether any is not 0."""
     takes_same_steps, largest = True, 0.0
     for number, small, large in _steps_at_two_scales(build, 1.0):
         # A step that only one of the runs skips changes all later steps.
@@ -235,7 +237,7 @@ class _Run(GradScaler):
         """Return copies of everything that must follow applied steps only, by name."""
         parts = {name: getattr(self.loop, name, None) for name in ("scheduler", "ema", "model", "optimizer")}
         params = {} if parts["model"] is not None else {"parameters": params_of(self.loop.optimizer)}
-        return _flat("", {**params, **parts})
+        return _flatten("", {**params, **parts})
 
     def sizes(self) -> dict[str, float]:
         """Return the largest element of each gradient before it was unscaled, by the parameter's name or number."""
@@ -251,7 +253,7 @@ class _Run(GradScaler):
         if self.has_leftovers is None:
             self.has_leftovers = not all_finite([param.grad for param in params_of(self.loop.optimizer)])
         scaled = super().scale(outputs)
-        if isinstance(scaled, Iterator):  # it calls this method for each loss
+        if isinstance(scaled, Iterator):  # the iterator calls this method for each loss
             return scaled
         return tree.map_leaves(lambda loss: loss * self.factor, scaled)
 
@@ -277,12 +279,12 @@ class _Run(GradScaler):
         return step
 
 
-def _flat(name: str, value: Any) -> dict[str, Any]:
+def _flatten(name: str, value: Any) -> dict[str, Any]:
     """Return copies of the numbers and tensors in a state dict, or in anything that has one, by their paths."""
     value = value.state_dict() if hasattr(value, "state_dict") else value
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        parts = [_flat(f"{name}.{key}".lstrip("."), part) for key, part in items]
+        parts = [_flatten(f"{name}.{key}".lstrip("."), part) for key, part in items]
         return {path: leaf for part in parts for path, leaf in part.items()}
     if isinstance(value, Tensor):
         return {name: values_of(value.detach()).clone()}
@@ -290,11 +292,11 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     return {name: copy.copy(value)} if is_plain else {}
 
 
-def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [name for name in {**a, **b} if not loops.same(a.get(name), b.get(name))]
 
 
-def _is_counted(before: Any, after: Any) -> bool:
+def _rose_by_one(before: Any, after: Any) -> bool:
     """Return whether a number has risen by one."""
     are_numbers = all(
         isinstance(value, int | float) or getattr(value, "shape", None) == () for value in (before, after)

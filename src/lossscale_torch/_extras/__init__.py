@@ -1,1 +1,1 @@
-"""Features next to the scaler. The step does not need them."""
+"""Optional features. The step of a scaler does not need them."""

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lossscale_core import ScalingPolicy
-from lossscale_torch._extras._range_report import LOW_PRECISION, Overflow, Passes, RangeReport, plain_name, power_of
+from lossscale_torch._extras._range_report import LOW_PRECISION, Overflow, Passes, RangeReport, format_power, plain_name
 from lossscale_torch._gradients import at_least_float32
 
 _MAX_MODULES = 16
 _MAX_TRIALS = {"forward": 8, "backward": 1, "error": 0}
-"""How many modules to try that feed an overflow, the nearest first."""
+"""The number of modules to try among the modules that feed an overflow, by its kind; the nearest module comes first."""
 _CAST_BY_AUTOCAST = re.compile(r"\(aten\.\w*(mm|convolution|attention)")
 """Operations that autocast runs in half precision, even if a module in float32 feeds them."""
 
@@ -30,9 +30,10 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
 
     Their inputs in float16, bfloat16 and float8 are cast to float32, autocast is off inside, and their results stay in
     float32; without autocast they are cast back to the dtype of these inputs. The call changes no `state_dict`, works
-    under `torch.compile`, activation checkpointing and DDP, and a copy or a pickle of the model keeps it. A module that
-    is kept already stays as it is. A tensor that a module writes into an input is written back, except in compiled code
-    and in inference mode: keep the module around it there. Does not synchronise.
+    under `torch.compile`, activation checkpointing and DDP, and copies and pickles of the model keep its effect. A
+    module that is kept already stays as it is. If a module changes an input in place, the change is copied to the
+    original tensor, except in compiled code and in inference mode; there, keep the enclosing module. Does not
+    synchronise.
 
     Args:
         model: A module; DDP and `torch.compile` may be around it or its parts, and do not appear in the names.
@@ -40,12 +41,13 @@ def keep_in_float32(model: nn.Module, names: str | Iterable[str]) -> ExitStack:
             characters between two dots: `"blocks.*.mlp"`.
 
     Returns:
-        A context that undoes it at its end, or in its `close()`.
+        A context that undoes the call at its end, or in its `close()`.
 
     Raises:
         TypeError: `model` is not a module, or `names` are not names.
-        ValueError: No module that runs has such a name, or one has parameters in half precision, by itself or in its
-            FSDP unit. If `fully_shard` or `half()` comes later, or around it, the first forward pass raises the error.
+        ValueError: No module that runs has such a name, or a named module has parameters in half precision, by itself
+            or in its FSDP unit. If you call `fully_shard` or `half()` later, or on an enclosing module, the first
+            forward pass raises the error.
     """
     patterns = [names] if isinstance(names, str) or not isinstance(names, Iterable) else [*names]
     if not isinstance(model, nn.Module) or not all(isinstance(pattern, str) for pattern in patterns):
@@ -175,10 +177,11 @@ def float32_plan(
 ) -> Float32Plan:
     """Search the modules that must run in float32, so that neither the forward nor the backward pass overflows.
 
-    First it makes the forward pass finite, module by module. If an operation between modules overflows, it tries the
-    modules that feed it. Modules for the backward pass follow only if no loss scale of `at_least` fits. Then it drops
-    the modules that are not needed. The search mostly takes two to four passes for each module and batch, and five for
-    each of two reports; like `range_report`, it changes nothing, and synchronises after every operation.
+    First the search makes the forward pass finite, module by module. If an operation between modules overflows, the
+    search tries the modules that feed this operation. Modules for the backward pass follow only if no loss scale of
+    `at_least` fits. Then the search drops the modules that are not needed. The search mostly takes two to four passes
+    for each module and batch, and five for each of two reports; like `range_report`, it changes nothing, and
+    synchronises after every operation.
 
     Args:
         model: The model, with its parameters in float32.
@@ -187,9 +190,10 @@ def float32_plan(
         at_least: The smallest loss scale to accept.
 
     Returns:
-        The plan: `print` it, and pass its `modules` to `keep_in_float32` before training. `patterns` are the same, with
-        one pattern for several blocks. `before` and `after` are the range reports of the worst batch. `note` is mostly
-        empty; it names an overflow that remains and its remedy, or a plan with fewer modules and a smaller scale.
+        The plan: `print` it, and pass its `modules` to `keep_in_float32` before training. `patterns` names the
+        same modules, with one pattern for several blocks. `before` and `after` are the range reports of the worst
+        batch. `note` is mostly empty; it names an overflow that remains and its remedy, or a plan with fewer
+        modules and a smaller scale.
 
     Raises:
         TypeError: As for `range_report`.
@@ -211,7 +215,7 @@ def float32_plan(
         if extended == names or len(names) >= _MAX_MODULES:
             hint = "no module can be kept for it; compute it in float32 there, or make the loss or its values smaller"
             hint = hint if extended == names else f"{_MAX_MODULES} modules are kept already"
-            cause = f"backward: overflows at a loss scale of {power_of(at_least)}, first in {overflow.cause}"
+            cause = f"backward: overflows at a loss scale of {format_power(at_least)}, first in {overflow.cause}"
             cause = cause if overflow.kind == "backward" else overflow.cause
             note = f"{cause}; {hint}" if overflow.places else cause
             first = "".join(overflow.places[:1])
@@ -280,7 +284,7 @@ class _Search:
                 )
 
     def extend(self, names: list[str], overflow: Overflow) -> list[str]:
-        """Return the names and a module that feeds the overflow, or else its module; the same names if none helps."""
+        """Return the names with a module that feeds the overflow, or else with the overflow's module, if it has one."""
         first = "".join(overflow.places[:1])
         place = next((name.rpartition(".")[0] for name in names if _is_in(first, name)), first)
         outside = [module for module in overflow.places if not any(_is_in(module, name) for name in names)]
@@ -321,7 +325,7 @@ def _is_in(name: str, container: str) -> bool:
 
 
 def _is_later(overflow: Overflow, before: Overflow) -> bool:
-    """Return whether more of the model ran before the overflow than before another one."""
+    """Return whether more of the model ran before `overflow` than before the overflow `before`."""
     if overflow.kind == before.kind == "forward":
         return not {*overflow.places} <= {*before.places}
     return overflow.kind == "backward" and (before.kind == "forward" or before.places[0] not in overflow.places)

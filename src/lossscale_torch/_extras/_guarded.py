@@ -65,15 +65,15 @@ class GuardedOptimizer(_AnyOptimizer):
         self, closure: Callable[[], Any] | None = None, *, _inner: dict[str, Any] | None = None, **settings: Any
     ) -> Any:
         """Step if the gradients are good; return the result of the closure."""
-        if _inner is not None:  # the scaler calls it, for good gradients or for a kernel that skips
+        if _inner is not None:  # the scaler calls this method, for good gradients or for a kernel that skips
             return super().step(**_inner)
-        if hasattr(self, "found_inf") and not hasattr(self.found_inf, "is_left_over"):
+        if hasattr(self, "found_inf") and not hasattr(self.found_inf, "from_lossscale"):
             for name in ("found_inf", "grad_scale"):  # torch's scaler leaves them after an error
                 self.__dict__.pop(name, None)
             raise CallOrderError(
                 "a guarded optimizer was given to a scaler, which skips bad steps by itself; use one of the two"
             )
-        self._opt_called = True  # schedulers read it
+        self._opt_called = True  # schedulers read this attribute
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -155,8 +155,8 @@ def guarded(
     run for skipped steps.
 
     The first skipped step is logged as a warning on the logger `lossscale`, on one rank, with the place of the fault if
-    the host knows the outcome. Later a line follows if too many steps are skipped, as from a scaler. For a fused
-    optimizer on a CUDA device the lines come a few steps later, since nothing waits for them.
+    the host knows the outcome. Another line follows if too many steps are skipped, as from a scaler. For a
+    fused optimizer on a CUDA device the lines come a few steps later, since the host does not wait for the device.
 
     Args:
         optimizer: An optimizer of torch or of another package. It stays the same object with the same methods, and its
@@ -165,14 +165,14 @@ def guarded(
         guard: A `SpikeGuard`. Its memory and the counts are numbers in the first parameter group, under names that
             begin with `guarded_`, so that every checkpoint of the optimizer has them.
         max_streak: The number of NaN or infinite steps in a row that raises an error. For a fused optimizer, the host
-            reads the streak once in as many steps.
+            reads the streak once in `max_streak` steps.
         on_bad: `"raise"` ends the run at the first bad step, by an `OverflowStreakError` before anything has changed.
             For a fused optimizer on a device, an assertion on the device ends the run; the process can then save
             nothing.
         names: The model, or pairs of a name and a parameter, for the line about the first skipped step. Without it, the
             line has the names that the optimizer knows, or places and shapes.
         process_group: The group of ranks that decide together. You do not need it for parameters that are sharded over
-            a device mesh, and for gradients that all ranks share, as under DistributedDataParallel.
+            a device mesh, or for gradients that all ranks share, as under DistributedDataParallel.
         norm_group: The group of ranks that hold different parameters, such as the stages of a pipeline. They use the
             norm of all parameters, and decide together.
 
@@ -182,9 +182,9 @@ def guarded(
     Raises:
         TypeError: The object is not an optimizer, or its step computes the gradients several times.
         PolicyError: `max_norm`, `guard`, `max_streak` or `on_bad` breaks its rule.
-        CallOrderError: The optimizer is guarded already. `step` raises it if a scaler steps the optimizer, too. torch's
-            scaler is only noticed around a fused optimizer; around an ordinary optimizer it skips bad steps, which
-            `last_step` does not show.
+        CallOrderError: The optimizer is guarded already. `step` raises it if a scaler steps the optimizer, too. `step`
+            notices torch's scaler only around a fused optimizer; around an ordinary optimizer, that scaler skips bad
+            steps, and `last_step` does not show this.
         OverflowStreakError: `step` raises it at `max_streak`, at the guard's `max_streak`, and with `on_bad="raise"`.
     """
     if hasattr(optimizer, "_lossscale"):
@@ -268,7 +268,7 @@ class _Step(GradScaler):
         """Take a step or skip it, and set `last_step`. `inner` are the arguments of the optimizer's own `step`."""
         self.last_step = _NOT_APPLIED
         try:
-            self._abandon()  # what an interrupted step has left
+            self._abandon()  # ends an interrupted step
             # The device of a parameter, even if it has no gradient: ranks must combine flags on devices of one type.
             self.place_on(next((param.device for param in params_of(optimizer)), "cpu"))
             norm = clip(self, [optimizer], self.max_norm, 2.0, is_guarded=True)
@@ -335,7 +335,7 @@ class GuardedWatch(Watch):
         super().after_update(scaler, info)
         limit, streak = self.max_streak, info.overflow_streak
         if limit is None or is_captured or (isinstance(streak, Tensor) and self.steps % limit):
-            return  # a streak on a device is read once in as many steps
+            return  # a streak on a device is read once in `limit` steps
         if int(streak) >= limit:
             raise OverflowStreakError(
                 f"{int(streak)} steps in a row had gradients that are NaN or infinite, which reaches "
@@ -397,7 +397,7 @@ def _may_be_dummy(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether this may be the step by which `torch.distributed.checkpoint` creates an optimizer's state.
 
     Its gradients and rates are zero, and it does not count: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/state_dict.py
-    The host reads the norm if it may be: in a first step at a rate of 0, and while a plain SGD has this rate.
+    If this returns True, the host reads the norm: in a first step at a rate of 0, and in each such step of a plain SGD.
     """
     if getattr(optimizer, "state", None) or is_capturing():
         return False

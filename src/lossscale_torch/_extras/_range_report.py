@@ -130,13 +130,13 @@ class RangeReport(NamedTuple):
             ]
         if not isinstance(policy, DynamicScaling):
             return ["backward: finite; no gradient is computed in float16 or float8", "use NoScaling()"]
-        init_scale = power_of(policy.init_scale)
-        low = f", min_scale={power_of(policy.min_scale)}" if policy.min_scale < _DEFAULT.min_scale else ""
+        init_scale = format_power(policy.init_scale)
+        low = f", min_scale={format_power(policy.min_scale)}" if policy.min_scale < _DEFAULT.min_scale else ""
         advice = f"use DynamicScaling(init_scale={init_scale}{low})"
         if overflow := self._overflow:  # the loss is finite, since x / inf is zero, but training learns wrong values
             advice = f"keep {overflow.module} in float32 before you choose a scale: float32_plan(model, loss_fn)"
         return [
-            f"backward: overflows above a loss scale of {power_of(limit)}, first in {self.overflows_first}",
+            f"backward: overflows above a loss scale of {format_power(limit)}, first in {self.overflows_first}",
             f"gradient elements that flush to zero: {100 * self.flushed:.3g} % at {init_scale}, "
             f"{100 * self.flushed_at_one:.3g} % at 1",
             advice,
@@ -146,10 +146,10 @@ class RangeReport(NamedTuple):
 def range_report(model: nn.Module, loss_fn: Callable[[], Tensor]) -> RangeReport:
     """Report which operation overflows, forward or backward, how much flushes to zero, and which loss scale fits.
 
-    The report runs `loss_fn` once and some five backward passes at powers of two, and measures every computed float16,
+    The report runs `loss_fn` once and about five backward passes at powers of two, and measures every computed float16,
     bfloat16 and float8 tensor. During a report `GradScaler.attach` multiplies by the scale of each pass. Afterwards
     gradients, buffers and the states of the random number generators of Python, NumPy and torch are as before, also if
-    `loss_fn` raises. Compiled code runs uncompiled. Synchronises with the host after every operation.
+    `loss_fn` raises an error. Compiled code runs uncompiled. Synchronises with the host after every operation.
 
     Args:
         model: A module, for the names: an operation is named by its innermost module, a gradient by its parameter.
@@ -182,7 +182,7 @@ class Overflow(NamedTuple):
 class Passes:
     """One forward pass, and backward passes of its loss at different scales.
 
-    `undo` leaves gradients, buffers and random states as they were.
+    The end of `undo` restores gradients, buffers and random states.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[], Tensor], undo: contextlib.ExitStack) -> None:
@@ -191,7 +191,7 @@ class Passes:
         undo.callback(random_states())
         self._names = {param: plain_name(name) for name, param in model.named_parameters()}
         for param in self._names:
-            _take_gradient(param, undo)
+            _clear_gradient(param, undo)
             if hooks := param._post_accumulate_grad_hooks:  # no optimizer steps in a backward pass
                 undo.callback(setattr, param, "_post_accumulate_grad_hooks", hooks)
                 param._post_accumulate_grad_hooks = {}  # None would leave them in place
@@ -206,7 +206,7 @@ class Passes:
         self._of_forward = RangeReport(float(self._loss.detach()), forward, (), None, "", 0.0, 0.0)
         self.leaves = _leaves_of(self._loss)
         for leaf in self.leaves - self._names.keys():
-            _take_gradient(leaf, undo)
+            _clear_gradient(leaf, undo)
         self.seen: dict[float, tuple[list[OperationRange], list[str]]] = {}
 
     @staticmethod
@@ -230,8 +230,8 @@ class Passes:
             return report._replace(overflows_above=math.inf)
         is_sharded = has_meshes() and torch.distributed.get_world_size() > 1  # then ranks must run the same passes
         while high - low > 1:
-            # A backward pass is linear in its scale, so the magnitudes at one that fits predict the limit. Numbers that
-            # flush to zero fit at 2**40 times this scale, too.
+            # A backward pass is linear in its scale, so the magnitudes at a scale that fits predict the limit. Numbers
+            # that flush to zero fit at 2**40 times this scale, too.
             room = min((_room(record) for record in self.at(2.0**low)[0] if record.largest), default=40)
             predicted = low + max(int(min(room, _LARGEST)), 1)
             middle = (low + high) // 2 if predicted >= high or is_sharded else predicted
@@ -284,7 +284,7 @@ class Passes:
 class _Recorder(TorchDispatchMode):
     """Measure the results in low precision, and find their modules: in a backward pass the module that made the node.
 
-    autograd numbers its nodes as they are made. The numbers at which a module begins and ends tell its nodes:
+    autograd numbers its nodes as they are made. The numbers at which a module begins and ends identify its nodes:
     https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.profiler.profile
     """
 
@@ -338,7 +338,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-def _take_gradient(param: Tensor, undo: contextlib.ExitStack) -> None:
+def _clear_gradient(param: Tensor, undo: contextlib.ExitStack) -> None:
     undo.callback(setattr, param, "grad", param.grad)
     param.grad = None
 
@@ -374,6 +374,6 @@ def _room(record: OperationRange) -> float:
     return math.log2(torch.finfo(record.dtype).max / record.largest) if record.largest else math.inf
 
 
-def power_of(scale: float) -> str:
+def format_power(scale: float) -> str:
     exponent = math.log2(scale)
     return f"2**{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
