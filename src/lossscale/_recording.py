@@ -26,7 +26,7 @@ from lossscale_core.testing import TITLES
 
 _MAX_WAITING_ROWS, _MAX_LINES = 100, 10
 _PARTS = ("_enabled", "_policy", "_state", "_watch", "_guard")
-"""The attributes that `diagnose` reads. A recording holds these, because a reference to a scaler may hold a model."""
+"""The attributes that `diagnose` reads. A recording holds these, because a scaler may refer to a model."""
 _LAUNCH = "start each process by torchrun ... -m lossscale run, or accelerate launch -m lossscale run"
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -46,7 +46,7 @@ class Recording:
     ended_by_usage_error = False
 
     def __init__(self, policy: ScalingPolicy | None, trace: Path | None) -> None:
-        self.policy, self.trace, self._command = policy, trace, os.getpid()
+        self.policy, self.trace, self._command_pid = policy, trace, os.getpid()
         # With launchers other than torchrun, the ranks have the same command line and no process group yet.
         is_rank = "TORCHELASTIC_RUN_ID" not in os.environ and any(name in os.environ for name in _RANKS)
         self._locked = None if is_rank else self._trace_of_rank()
@@ -77,7 +77,7 @@ class Recording:
             is_free = file not in (self.trace, self._locked) or self._claim.acquire(block=False)
             if is_free and (file == self._locked or _lock(file)):
                 self._file = file
-                if os.getpid() != self._command:  # `multiprocessing` ends a child process without atexit
+                if os.getpid() != self._command_pid:  # `multiprocessing` ends a child process without atexit
                     multiprocessing.util.Finalize(None, self._finish, exitpriority=0)
             else:
                 self.say(f"process {os.getpid()} records nothing, since another process writes {file}; {_LAUNCH}")
@@ -118,12 +118,12 @@ class Recording:
         lines.sort(key=lambda line: "healthy: " in line)
         if len(lines) > _MAX_LINES:
             lines[_MAX_LINES:] = [f"and {len(lines) - _MAX_LINES} more scalers"]
-        if not lines and os.getpid() == self._command and not self.ended_by_usage_error:
+        if not lines and os.getpid() == self._command_pid and not self.ended_by_usage_error:
             lines = [f"no scaler was updated in this process; to record others, {_LAUNCH}"]
         for line in lines:
             self.say(line)
         with contextlib.suppress(OSError):
-            if self._locked is not None and os.getpid() == self._command and not self._locked.stat().st_size:
+            if self._locked is not None and os.getpid() == self._command_pid and not self._locked.stat().st_size:
                 self._locked.unlink()  # `_lock` created the file, and it is still empty
 
 
@@ -200,7 +200,7 @@ def _combine(sizes: list[tuple[Any, Any]]) -> Iterator[Any]:
 
 
 class RecordingScaler(_GradScaler):
-    """Scaler of this library in the place of torch's scaler, with the command's policy if it has a policy."""
+    """Scaler of this library in the place of torch's scaler, with the policy of `--policy` if it is set."""
 
     @functools.wraps(_GradScaler.__init__)  # type: ignore[misc]  # for programs that read the signature
     def __init__(self, *args: Any, **kwargs: Any) -> None:

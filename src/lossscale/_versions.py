@@ -6,7 +6,7 @@ import platform
 
 from lossscale_core import __version__
 
-# Builds of a package may have several distribution names.
+# Two builds of a package may have different distribution names.
 _DISTRIBUTIONS = ("numpy", "torch", "jax", "optax", "flax", "tensorflow", "tensorflow-cpu", "keras", "tf_keras")
 
 

@@ -63,7 +63,7 @@ def _whole(value: Any) -> int:
 
 
 def _exact_count(value: Any, more: int = 0) -> int:
-    """Return a count that the tool compares with `==`. A count below 1 or a fraction is never equal: `NEVER`."""
+    """Return a count that the tool compares with `==`; `NEVER` for a fraction or a count below 1, which never match."""
     number = _real(value) + more
     return _whole(number) if 1 <= number < NEVER and number == int(number) else NEVER
 
@@ -122,7 +122,7 @@ def from_tool(name: str, config: Mapping[str, Any]) -> core.ScalingPolicy:
         name: The name of the tool, such as `"torch"`; `tools` returns all names.
         config: The settings of the tool under its own names, with underscores or hyphens. Numbers may be text. Keys
             that are left out, and values of `"auto"`, get the tool's defaults; `"auto"` causes a warning. For DeepSpeed
-            the config may be the whole JSON: without ZeRO every overflow lowers the scale there and in the policy.
+            the config may be the whole JSON. If this JSON has no stage of ZeRO, every overflow lowers the scale.
 
     Returns:
         A `DynamicScaling`, `FixedScaling` or `NoScaling`.
@@ -182,7 +182,7 @@ def _rename_keys(name: str, tool: dict[str, Any], config: Any) -> dict[str, Any]
 
 
 def _keys(name: str, tool: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys in the tool's list that fits a config best. Raises `PolicyError` for an unknown key."""
+    """Return the tool's list of keys that fits a config best. Raises `PolicyError` for an unknown key."""
     lists = [tool["keys"], tool.get("more_keys", {})]
     keys: dict[str, Any] = max(lists, key=lambda names: len(names.keys() & values.keys()))
     for key in values:
@@ -288,7 +288,7 @@ def state_from_tool(name: str, checkpoint: Mapping[str, Any], policy: core.Polic
     keys = {**tool.get("more_keys", {}), **tool["keys"]}
     config = {tool.get("names", {}).get(key, key): value for key, value in entries.items()}
     config = {key: value for key, value in config.items() if key in keys and not keys[key][0].startswith("Fixed")}
-    config |= {key: 1.0 for key in config if keys[key][0].startswith("init_scale")}  # perhaps the current scale
+    config |= {key: 1.0 for key in config if keys[key][0].startswith("init_scale")}  # may be the current scale
     try:
         own = _policy(name, {**_settings(name, tool, config), "init_scale": 1.0, "kind": "dynamic", **_UNBOUNDED})
     except PolicyError as error:

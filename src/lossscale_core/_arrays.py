@@ -87,7 +87,7 @@ def scale(loss: TreeT, state: ScaleState, *, xp: Namespace | None = None) -> Tre
 def scale(loss: Any, state: ScaleState, *, xp: Namespace | None = None) -> Any:
     """Multiply `loss` by the loss scale; differentiate the result.
 
-    Losses of fewer bits are converted to float32 first, because a scale of 2**16 is infinite in float16. Does not
+    A narrower dtype is first converted to float32, because a scale of 2**16 is infinite in float16. Does not
     synchronise with the host.
 
     Args:

@@ -202,7 +202,7 @@ def _read_fields(saved: Any, start: Any, required: Sequence[str], what: str) -> 
     for name, first in start._asdict().items():
         if name not in saved:
             continue
-        # A growth tracker is negative during a cooldown, and so may be a field of a user's policy.
+        # A growth tracker is negative during a cooldown. A field of a user's policy may be negative, too.
         value, is_from_0 = _item(saved[name]), name in required and name != "growth_tracker"
         least: float = 0 if is_from_0 else -(2**31) if isinstance(first, np.integer) else -LARGEST_NORM
         if name == "loss_scale":

@@ -128,7 +128,7 @@ def find_verdict(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[
     Args:
         policy: The policy.
         state: The state, in Python numbers.
-        since: An earlier state of the run, which may be the same. If it is None, the run began with the policy's first
+        since: An earlier state of the run, or `state` itself. If it is None, the run began with the policy's first
             state.
 
     Returns:

@@ -14,11 +14,11 @@ _LIBRARIES = (
     *("lossscale", "lossscale_core", "lossscale_jax", "lossscale_keras", "lossscale_tf", "lossscale_torch"),
     *("jax", "keras", "tensorflow", "tf_keras", "torch"),
 )
-"""The packages that may call a function which warns, on behalf of the user's program."""
+"""The packages that `warn_caller` skips when it looks for the line of the user's program."""
 
 
 class _Short(reprlib.Repr):
-    """`reprlib.Repr` that describes an array of several elements by its shape, and its storage by its type."""
+    """`reprlib.Repr` that describes an array of several elements by its shape, and an array's storage by its type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def nearest_name(name: Any, known: Iterable[str]) -> str:
     Returns:
         The question with a space at its end, or an empty text if no known name is similar.
     """
-    import difflib  # imported late, because most processes do not ask
+    import difflib  # imported late, because few processes need it
 
     # The time of a match grows with the product of the lengths, and the name may come from any file.
     matches = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1) if isinstance(name, str) else []

@@ -42,7 +42,7 @@ class OverflowReport(list[GradientReport]):
         gradients: The name and the array of each non-finite gradient. `np.asarray` must accept the array, and its
             elements are floats or complex numbers.
         loss_finite: Whether the unscaled loss is finite; None if the loss is unknown.
-        checked: The number of checked gradients. If none of them is finite, the text has one line for all.
+        checked: The number of checked gradients. If none of five or more is finite, the text has one line for all.
         in_order: The names of all checked gradients in the order of the forward pass, if the order is known. The text
             then also says where the fault is.
     """

@@ -56,7 +56,7 @@ def open_file(path: Path, kind: str, error: type[LossScaleError]) -> BinaryIO:
         path: The path of the file, or of a link to it.
         kind: The kind of the content, which limits the size: "policy" (also another tool's config), "state" (in JSON),
             "trace" or "archive".
-        error: The type of the error for other paths and for larger files; the message names the file.
+        error: The type of the `LossScaleError` that this function raises; the message names the file.
 
     Returns:
         The open file, in binary.

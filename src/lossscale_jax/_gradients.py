@@ -122,13 +122,13 @@ def are_finite_with_norm(grads: PyTree, factor: Array, branches_on: Callable[[Ar
 def _groups(grads: PyTree) -> list[list[Array]]:
     """Return the real and the imaginary parts of all gradients, in float32 or wider, in groups of one type.
 
-    XLA compiles and launches a kernel for each group, which takes longer than to read a small one.
+    XLA compiles and launches a kernel for each group, which takes longer than reading a small group.
     """
     leaves = map(at_least_float32, gradients_of(grads).values())
     parts = [part for leaf in leaves for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))]
     groups: dict[Any, list[Array]] = {}
     for number, part in enumerate(parts):
-        # Large arrays of one type may be sharded in different ways; to combine them would copy one between devices.
+        # Large arrays of one type may be sharded in different ways; combining them would copy an array between devices.
         may_combine = part.size <= _MAX_STACKED or jax.device_count() == 1
         groups.setdefault((jax.typeof(part), number // 64) if may_combine else number, []).append(part)
     return list(groups.values())

@@ -141,7 +141,7 @@ def loss_scaled(
             first.
         policy: Anything that `lossscale_core.as_policy` accepts.
         axis_name: The axis of `shard_map` or `pmap`, or a tuple of axes, over which the devices decide together. Pass
-            it if the gradients still differ between the devices. It excludes `max_norm` and `accumulation_steps`; with
+            it if the gradients still differ between the devices. It excludes `max_norm` and `accumulation_steps`; for
             these, reduce the gradients first.
         max_norm: The global norm to which unscaled gradients are clipped. The check and the norm share one read of the
             gradients.

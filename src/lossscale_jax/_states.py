@@ -117,8 +117,8 @@ def _plain(state: Any) -> Any:
 def load_scale_state(opt_state: Tree, saved: Mapping[str, Any], policy: PolicyLike) -> Tree:
     """Restore the scale state in an optimizer state, at any depth.
 
-    If `loss_scaled` has a spike guard, the guard's state is restored, too. Like `lossscale_core.state_from_dict`, this
-    function issues a `CheckpointWarning` for each difference from the policy with which the state was saved.
+    If `loss_scaled` has a spike guard, the guard's state is restored, too. As in `lossscale_core.state_from_dict`, a
+    `CheckpointWarning` lists the differences from the policy with which the state was saved.
 
     Args:
         opt_state: The state of `loss_scaled`, or of an optimizer that contains `loss_scaled`.

@@ -127,7 +127,7 @@ def unscale(grads: Tree, state: HasLossScale) -> Tree:
 
     Args:
         grads: A pytree of arrays, as `jax.grad` of the scaled loss returns.
-        state: The state that scaled the loss; after `policy.update` the loss scale may be another.
+        state: The state that scaled the loss; after `policy.update` a state may have another loss scale.
 
     Returns:
         The gradients: float16 and bfloat16 leaves in float32, others in their own dtype, integer leaves unchanged.

@@ -63,10 +63,11 @@ class Losses:
         """The last change of the stage, in the order of the calls."""
 
     def scale(self, loss_scale: Any, by_keras: bool) -> ScaledLoss | None:
-        """Record that a loss is multiplied by `loss_scale`, and return the mark of the loss; None in a trace of JAX.
+        """Record that a loss is multiplied by `loss_scale`, and return the mark of the loss.
 
-        With `by_keras`, `scale_loss` scaled it, so that `apply` divides the gradients. Otherwise `get_scaled_loss`
-        scaled it, so that the caller unscales the gradients.
+        With `by_keras`, `scale_loss` scaled the loss, so that `apply` divides the gradients. Otherwise
+        `get_scaled_loss` scaled the loss, so that the caller unscales the gradients. In a trace of JAX or
+        torch.compile, the loss has no mark, and the result is None.
         """
         self.is_scaled, self._is_read_since_loss, self._is_by_keras = True, False, by_keras
         self.is_unscaled |= by_keras
@@ -122,12 +123,12 @@ class Losses:
             self._stage.set(NO_LOSS if stage is None else stage)
 
     def last(self) -> Any:
-        """Return the scale of the last loss; the current scale before the first loss, and after a trace scaled one."""
+        """Return the scale of the last loss; before the first loss or after a scaling trace, the current scale."""
         last = None if self._returns_gradients else self._last.get()
-        return self.present() if last is None else last
+        return self.current() if last is None else last
 
-    def present(self) -> Any:
-        """Return the current scale: an array of shape `()`, in a graph a part of it."""
+    def current(self) -> Any:
+        """Return the current scale: an array of shape `()`, or in a graph a tensor of this graph."""
         return self._state.read(1).loss_scale
 
     def divisor(self, takes_scaled: bool) -> Any:

@@ -155,7 +155,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         gradients = list(grads)
-        self._require_pairs(gradients, variables)
+        self._require_same_number(gradients, variables)
         if is_compiling():  # torch.compile would break its graph where the record is read
             loss_scale = self._state.read(1).loss_scale
         else:
@@ -204,7 +204,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             adapters.warn_caller(message)
 
     def _take(self, grads: list[Any], variables: list[Any], loss_scale: Any, is_summed: bool = False) -> None:
-        """Take or skip a step. The gradients belong to a loss times `loss_scale`; None if they are unscaled."""
+        """Take or skip a step. `loss_scale` is the scale of the gradients, or None if they are unscaled."""
         native.require_replica()
         place = place_of(grads)
         if place is TRACED and BACKEND == "jax":
@@ -237,7 +237,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.check_limits()
 
     @staticmethod
-    def _require_pairs(grads: list[Any], variables: list[Any]) -> None:
+    def _require_same_number(grads: list[Any], variables: list[Any]) -> None:
         if len(grads) != len(variables):
             raise ValueError(
                 f"{len(grads)} gradients came for {len(variables)} variables; pass one gradient or None for each, and "
@@ -303,7 +303,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if not self.built:
             raise ValueError("the optimizer has no variables yet; call optimizer.build(model.trainable_variables)")
-        self._require_pairs(grads, self._trainable_variables)
+        self._require_same_number(grads, self._trainable_variables)
         self._check_loss()
         place = TRACED if is_traced([*grads, *optimizer_variables]) else EAGER
         if place is TRACED:
@@ -639,7 +639,7 @@ def _clips_itself(inner: Any) -> bool:
 
 
 def _require_single_clip(inner: Any, norm: float | None) -> None:
-    """Raise an error if the norm is not valid, or if the inner optimizer clips itself."""
+    """Raise an error if the norm is not valid, or if it must be set on the inner optimizer."""
     if norm is None:
         return
     adapters.check_setting("global_clipnorm", norm)

@@ -109,8 +109,8 @@ def call_once(function: Callable[[], None]) -> None:
 def outside_traces(variables: list[Any]) -> Any:
     """Return a context that leaves a trace if the variables have values outside of the trace.
 
-    If the model is being built in the trace, only the trace can read the variables, as `ScheduleFreeAdamW` does. The
-    context then changes nothing.
+    If the model is being built in the trace, only the trace can read the variables, and some optimizers read them when
+    they are built, such as `ScheduleFreeAdamW`. The context then changes nothing.
     """
     if tf.executing_eagerly():
         return contextlib.nullcontext()

@@ -156,7 +156,7 @@ def policy_from_arguments(
     policy: Any, loss_scale: Any, dynamic: bool | None, initial_scale: Any, growth_steps: Any
 ) -> ScalingPolicy:
     """Return the policy of the wrapper: the argument `policy`, or the policy of the documented arguments."""
-    require_policy_or_number(loss_scale if policy is None else policy)
+    require_no_manager(loss_scale if policy is None else policy)
     arguments = {"dynamic": dynamic, "initial_scale": initial_scale, "dynamic_growth_steps": growth_steps}
     settings = {name: value for name, value in arguments.items() if value is not None}
     if not (isinstance(loss_scale, str) and loss_scale == "dynamic"):
@@ -211,7 +211,7 @@ def require_no_base_arguments(arguments: dict[str, Any]) -> None:
             )
 
 
-def require_policy_or_number(loss_scale: Any) -> None:
+def require_no_manager(loss_scale: Any) -> None:
     """Raise `PolicyError` for a loss scale manager, which is not a policy because it changes its own variables."""
     if hasattr(loss_scale, "update_loss_scale"):
         raise PolicyError(

@@ -136,7 +136,7 @@ def trace_to_csv(trace: Trace, path: Path) -> None:
 
 
 def _as_flags(grads_finite: Any) -> list[bool]:
-    """Return the flags of a run. Raises `TypeError` if the value is not a sequence of flags; text is not."""
+    """Return the flags of a run. Raises `TypeError` for other values, such as text."""
     flags = list(grads_finite) if isinstance(grads_finite, Iterable) else [None]
     if any(bool(flag) != flag for flag in flags):
         raise TypeError(

@@ -44,7 +44,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         initial_scale: The first scale of dynamic scaling, 2**15 if left out; or the scale, if `dynamic` is False.
         dynamic_growth_steps: The number of finite steps after which a dynamic scale grows; 2000 if left out.
         dynamic: Whether the scale changes during training.
-        policy: Anything that `as_policy` accepts, instead of the four arguments before.
+        policy: Anything that `as_policy` accepts, instead of the four arguments above.
         global_clipnorm: As in `lossscale_keras`.
         guard: As in `lossscale_keras`.
         name: The name of the optimizer.
@@ -179,7 +179,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         with tape:
             value = loss() if callable(loss) else loss
             self._require_unscaled(value)
-            loss_scale = self._losses.present()
+            loss_scale = self._losses.current()
             scaled = scale_by(value, loss_scale)
         variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)  # the loss may create them
         if grad_loss is not None:  # in the dtype of the scaled loss, which is float32 for a loss in float16
@@ -210,7 +210,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         else:
             _inner.require_no_session()
             self._require_unscaled(loss)
-            loss_scale, variables = self._losses.present(), tf.nest.flatten(params)
+            loss_scale, variables = self._losses.current(), tf.nest.flatten(params)
             pairs = self._computed(tf.gradients(scale_by(loss, loss_scale), variables), variables, loss_scale)
         if missing := [variable.name for grad, variable in pairs if grad is None]:
             raise ValueError(f"the loss has no gradient with respect to {', '.join(missing)}")
@@ -239,14 +239,14 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
             TypeError: `grads_and_vars` is not a list of pairs.
             ValueError: No variable has a gradient.
         """
-        grads, variables = _keras_pairs(grads_and_vars)
+        grads, variables = _split_pairs(grads_and_vars)
         token = _apply_gradients.set((self, _are_summed(aggregation)))
         try:
             self.apply(grads, variables)  # so that a subclass may override `apply`, as in Keras
         finally:
             _apply_gradients.reset(token)
         iterations = self.inner_optimizer.iterations
-        # TensorFlow lets a read wait for operations that may set the variable. Here that is the branch with the step.
+        # TensorFlow lets a read wait for operations that may set the variable. Here, the branch with the step sets it.
         return iterations if tf.executing_eagerly() else tf.convert_to_tensor(iterations)
 
     @unconverted
@@ -265,7 +265,7 @@ class LossScaleOptimizer(lossscale_keras.LossScaleOptimizer):
         """
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         gradients = list(grads)
-        self._require_pairs(gradients, variables)
+        self._require_same_number(gradients, variables)
         caller, is_summed = _apply_gradients.get()
         takes_scaled, is_summed = caller is not self, caller is self and is_summed
         named = None if loss is None else self._named(loss)
@@ -524,7 +524,7 @@ class _CallableList(list[Any]):
 
 
 def _loss_arguments(loss: Any, tape: Any, grad_loss: Any) -> tuple[tf.GradientTape | None, Any]:
-    """Return the tape and `grad_loss` of a loss; raise `ValueError` if it cannot be differentiated."""
+    """Return the tape and `grad_loss` of a loss; raise `ValueError` if the tape is missing."""
     if not callable(loss) and tape is None:
         raise ValueError("a loss that is a tensor needs the tape it was computed under; pass tape=, or a callable")
     if tape is not None and not isinstance(tape, tf.GradientTape):  # in an older signature, grad_loss was third
@@ -532,8 +532,8 @@ def _loss_arguments(loss: Any, tape: Any, grad_loss: Any) -> tuple[tf.GradientTa
     return tape, grad_loss
 
 
-def _keras_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
-    """Return the gradients and the variables of pairs; raise `TypeError` if the value does not consist of pairs."""
+def _split_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
+    """Return the gradients and the variables of pairs; raise `TypeError` for values other than pairs."""
     pairs = require_pairs(grads_and_vars, "apply_gradients")
     if not pairs:
         raise ValueError("grads_and_vars is empty, so that no variable has a gradient; pass (gradient, variable) pairs")

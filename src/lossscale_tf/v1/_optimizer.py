@@ -10,7 +10,7 @@ import tensorflow as tf
 from lossscale_core import ScaleState, ScalingPolicy, StepInfo, check_limits, metrics, state_from_dict, state_to_dict
 from lossscale_core.adapters import describe, require_pairs, warn_caller
 from lossscale_keras.tensorflow import merges_replicas
-from lossscale_tf._policies import policy_from_loss_scale, require_policy_or_number
+from lossscale_tf._policies import policy_from_loss_scale, require_no_manager
 from lossscale_tf._verbs import Gradient, at_least_float32, cast_for, scale
 from lossscale_tf._wrappers import mark_gradient, origins, present_gradients, scales_already, warn_if_resumed
 from lossscale_tf.v1._step import Step
@@ -51,7 +51,7 @@ class LossScaleOptimizer(_Optimizer):
         if (loss_scale_manager is None) == (loss_scale is None):
             raise ValueError("loss_scale must be given, or loss_scale_manager: a policy, a number, or 'dynamic'")
         chosen = loss_scale if loss_scale_manager is None else loss_scale_manager
-        require_policy_or_number(chosen)
+        require_no_manager(chosen)
         name = opt.get_name() if name is None else name
         _require_name(name)
         super().__init__(opt._use_locking if use_locking is None else use_locking, name)
