@@ -46,8 +46,8 @@ class BaseScaling:
 
     A policy of your own needs `init_state` and `update` only, and no base class. It may derive from this class as a
     frozen dataclass with a new `kind`. Then the library also reads and writes it as a dict or file, and saves it in
-    checkpoints. The fields are the settings; the type of a field is `float`, `int` or `bool`. A field with the name of
-    a setting of the library's policies follows the same rule.
+    checkpoints. The fields are the settings; the type of a field is `float`, `int` or `bool`. If a field has
+    the name of a setting of the library's policies, such as `growth_interval`, the same rule checks its value.
     """
 
     __slots__ = ()
@@ -141,6 +141,6 @@ class _WithDefaults(BaseScaling):
         return {name: getattr(self._policy, name) for name in _settings.RULES if hasattr(self._policy, name)}
 
     @property
-    def state_type(self) -> type[Any]:  # type: ignore[override]  # a property, since making a state may take long
+    def state_type(self) -> type[Any]:  # type: ignore[override]  # a state is made only on demand
         """The type of the policy's state."""
         return type(self._policy.init_state())

@@ -61,7 +61,7 @@ def _streak_message(policy: BaseScaling, state: ScaleState[Any]) -> str:
 
 
 def diagnose(policy: PolicyLike, state: ScaleState, *, guard: GuardState | None = None) -> str:
-    """Describe the condition of a run in one or two sentences, and recommend what to do.
+    """Describe the condition of a run in a few sentences, and recommend what to do.
 
     The function assumes that the run began with the policy's first state. Overflows that lowered the loss scale from
     there are normal. A `ScaleWatch` judges only the steps since an earlier call.
@@ -172,11 +172,11 @@ def _facts_of(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any
     scale, skipped, streak = state.loss_scale, state.skipped_steps, state.overflow_streak
     first, adapts, applied = numbers_of(policy.init_state(), "init_state"), policy.adapts, state.steps - skipped
     start = first.loss_scale
-    # States hold the scale in float32, which may be above a bound in float64 that it has reached.
+    # A float32 scale may lie above a float64 bound by rounding, so both are compared in float32.
     low, high = np.clip(policy.bounds(), SMALLEST_SCALE, LARGEST_SCALE).astype(np.float32)
     interval = policy.growth_interval if policy.growth_factor > 1.0 else LARGEST_COUNT
     start_overflows = _overflows_between(policy, first, scale)
-    # A resumed run, or a state that leaves out the retries of a step, perhaps did not begin at the policy's start.
+    # In a resumed run, or if retries are not counted, overflows that are not counted may have lowered the scale.
     fits_start = skipped >= start_overflows and (scale <= start or applied >= interval)
     since = since or (first if fits_start else state)
     skips = skipped - since.skipped_steps
@@ -192,8 +192,8 @@ def _facts_of(policy: BaseScaling, state: ScaleState[Any], since: ScaleState[Any
     is_calibrated = applied >= _MANY or never_overflowed_again or is_stuck or (has_fallen and streak >= _MANY)
 
     if adapts and since.steps - since.skipped_steps < _MANY:  # overflows that lower the scale at the start are normal
-        lowers = not is_at_min and (policy.hysteresis == 1 or not getattr(policy, "refill_on_finite", True))
-        skips -= skips if lowers else _overflows_between(policy, since, scale)
+        all_back_off = not is_at_min and (policy.hysteresis == 1 or not getattr(policy, "refill_on_finite", True))
+        skips = 0 if all_back_off else skips - _overflows_between(policy, since, scale)
     # Growth tries a larger scale once per interval, and each try may overflow.
     normal_rate = max(0.05 * policy.hysteresis, min(2.0 * policy.hysteresis / (policy.hysteresis + interval), 0.5))
     skips_too_often = skips > max(8 * policy.hysteresis if adapts else 2, (state.steps - since.steps) * normal_rate)

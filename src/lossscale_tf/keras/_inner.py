@@ -111,7 +111,7 @@ def build(inner: Any, variables: Any) -> None:
 def apply_summed(inner: Any, grads: list[Any], variables: list[Any]) -> None:
     """Let an optimizer of tf_keras apply gradients that are already summed over the replicas."""
     summed = {"skip_gradients_aggregation": True}
-    if hasattr(inner, "_create_slots"):  # a legacy optimizer, which rejects this argument with a parameter server
+    if hasattr(inner, "_create_slots"):  # a legacy optimizer has another argument, which parameter servers reject
         sums = is_distributed() or own_aggregator(inner) is not None
         summed = {"experimental_aggregate_gradients": False} if sums else {}
     inner.apply_gradients(zip(grads, as_tensorflow(variables), strict=True), **summed)
