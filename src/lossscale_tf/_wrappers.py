@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 def mark_of(leaf: Any, owner: Any) -> Mark | None:
     """Return the mark that an optimizer has set on a gradient, or None.
 
-    A mark that was set in another branch of `tf.cond` has a loss scale that only that branch can use.
+    Ignore a mark that was set in another branch of `tf.cond`, because only that branch can use its loss scale.
     """
     mark = getattr(leaf, "_loss_scaling", None)
     if not isinstance(mark, Mark) or mark.loss.owner is not owner:
