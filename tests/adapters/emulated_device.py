@@ -6,6 +6,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lossscale_torch import _watch
+
 _FACTORIES = {
     getattr(torch, name)
     for name in ("empty", "full", "ones", "rand", "randn", "tensor", "zeros", "as_tensor", "asarray", "arange")
@@ -140,3 +142,17 @@ def _tensors(tree: Any) -> list[OnDevice]:
 
 def _values(tree: Any) -> Any:
     return tree_map_only(OnDevice, lambda each: each.values, tree)
+
+
+class EmulatedCopy(_watch.LateCopy):
+    """A copy from an emulated device that arrives at the second look."""
+
+    DEVICES = ("mps",)
+
+    def __init__(self, tensors):
+        self.looks, self.values = 0, [number for each in tensors for number in each.values.reshape(-1).tolist()]
+
+    def numbers(self):
+        """Return the numbers if they have arrived."""
+        self.looks += 1
+        return self.values if self.looks > 1 else None

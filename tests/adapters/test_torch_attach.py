@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lossscale_core import FixedScaling
 from lossscale_torch import GradScaler
-from tests.adapters.test_torch_distributed import _on_ranks
+from tests.adapters.torch_ranks import on_ranks
 from tests.adapters.torch_steps import same
 from tests.torch_versions import HAS_FSDP2_ON_CPU
 
@@ -157,7 +157,7 @@ def test_on_ranks():
 
     A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does; the activation may be one, too.
     """
-    _on_ranks(2, _on_two_ranks)
+    on_ranks(2, _on_two_ranks)
 
 
 # What cannot hold

@@ -23,7 +23,7 @@ from lossscale_core.errors import CallOrderError, OverflowStreakError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.test_torch_distributed import _local, _on_ranks
+from tests.adapters.torch_ranks import local_parameters, on_ranks
 from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, copies, one, same, take_step, two
 from tests.torch_versions import FSDP2
 
@@ -83,7 +83,7 @@ def _run(init_scale, retries=30, fused=False, kind=None, rank=0, world_size=1):
             scaler.step(optimizer)
             scaler.update()
         assert attempt.info
-    return scaler, copies([*_local(model), *model.buffers()])
+    return scaler, copies([*local_parameters(model), *model.buffers()])
 
 
 def _require_same_bits(**how):
@@ -248,4 +248,4 @@ def test_ranks_take_the_same_tries(kind, fused):
 
     A loss that is not finite on one rank of a group ends the tries of all ranks.
     """
-    _on_ranks(2, partial(_on_a_rank, kind=kind, fused=fused))
+    on_ranks(2, partial(_on_a_rank, kind=kind, fused=fused))

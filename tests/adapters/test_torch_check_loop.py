@@ -9,7 +9,7 @@ from torch import nn
 
 from lossscale_torch import GradScaler
 from lossscale_torch.testing import check_training_loop
-from tests.adapters.test_torch_odd_optimizers import _Duck
+from tests.adapters.odd_optimizers import Duck
 
 CHECKED = [
     "a step is skipped as a whole if its losses are infinite",
@@ -72,7 +72,7 @@ def test_a_right_loop_passes(loop):
     assert check_training_loop(loop) == CHECKED
 
 
-class Descent(_Duck):
+class Descent(Duck):
     """An optimizer that is not derived from torch's."""
 
     def zero_grad(self):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lossscale_torch import GradScaler
+from tests.adapters.odd_optimizers import Delegating
 from tests.adapters.torch_steps import ready
 from tests.torch_versions import TORCH
 
@@ -166,18 +167,10 @@ def _late(make_scaler):
     return param.grad.item()
 
 
-class _Delegating:
-    def __init__(self, inner):
-        self._inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-
 @difference("a wrapper that delegates to a fused optimizer applies scaled gradients", -1024.0, -1.0)
 def _wrapper(make_scaler):
     param, optimizer = _one(fused=True)
-    _ready(make_scaler).step(_Delegating(optimizer))
+    _ready(make_scaler).step(Delegating(optimizer))
     return param.item()
 
 
@@ -242,7 +235,7 @@ def _scaled_twice(make_scaler):
 def _divided_twice(make_scaler):
     param, optimizer = _one()
     scaler = _ready(make_scaler)
-    scaler.unscale_(_Delegating(optimizer))
+    scaler.unscale_(Delegating(optimizer))
     scaler.unscale_(optimizer)
     return param.grad.item()
 

@@ -1,16 +1,12 @@
 """An overflow on one rank skips on every rank, in real gloo processes on loopback: random runs, sums, hooks of DDP."""
 
-import os
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from itertools import product
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -22,41 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler
+from tests.adapters.torch_ranks import local_parameters, on_ranks
 from tests.adapters.torch_steps import CALLS, Legacy, Veto, one, same
 from tests.torch_versions import FSDP2
 
 STEPS = 200
 
 
-def _in_process(rank, world_size, folder, work):
-    torch.set_num_threads(1)
-    where = {"init_method": f"file://{folder}/rendezvous", "rank": rank, "world_size": world_size}
-    dist.init_process_group("gloo", **where, timeout=timedelta(minutes=5))  # a rank that waits in vain fails
-    work(rank, world_size)
-    dist.barrier()  # no rank leaves while another still communicates with it
-    os._exit(0)  # past the end of gloo's threads, which waits or aborts now and then
-
-
-# A server imports these once, and each rank is a fresh fork of it: importing torch takes seconds, most tests less.
-mp.set_forkserver_preload([f"tests.adapters.test_torch_{name}" for name in ("distributed", "norms")])
-
-
-def _on_ranks(world_size, work):
-    """Run `work(rank, world_size)` in that many processes; the first failure is raised here."""
-    with TemporaryDirectory() as folder:
-        mp.start_processes(_in_process, (world_size, folder, work), nprocs=world_size, start_method="forkserver")
-
-
-def _local(module):
-    return [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
-
-
 def _applied(module, optimizer, scaler):
     """Step and update; return whether the step was applied, having checked that the parameters agree with it."""
-    before = [param.detach().clone() for param in _local(module)]
+    before = [param.detach().clone() for param in local_parameters(module)]
     scaler.step(optimizer)
     applied = bool(scaler.update().applied)
-    assert same(before, _local(module)) != applied
+    assert same(before, local_parameters(module)) != applied
     optimizer.zero_grad()
     return applied
 
@@ -91,7 +65,7 @@ def _train(rank, world_size, kind, fused, call):
             everyone = [torch.empty_like(param) for _ in range(world_size)]
             dist.all_gather(everyone, param.detach())
             assert all(torch.equal(param, other) for other in everyone)
-    assert all(torch.isfinite(param).all() for param in _local(module))
+    assert all(torch.isfinite(param).all() for param in local_parameters(module))
 
 
 @pytest.mark.parametrize("kind", ["ddp", FSDP2, "group"])
@@ -101,7 +75,7 @@ def _train(rank, world_size, kind, fused, call):
 )
 def test_ranks_decide_alike(kind, world_size, fused, call):
     """Scales, trackers and parameters stay bit-identical, and a skipped step changes nothing on any rank."""
-    _on_ranks(world_size, partial(_train, kind=kind, fused=fused, call=call))
+    on_ranks(world_size, partial(_train, kind=kind, fused=fused, call=call))
 
 
 def _train_with_a_rank_without_gradients(rank, world_size):
@@ -124,7 +98,7 @@ def _train_with_a_rank_without_gradients(rank, world_size):
 
 def test_a_rank_without_gradients_takes_part():
     """It neither hangs the others nor falls behind them."""
-    _on_ranks(2, _train_with_a_rank_without_gradients)
+    on_ranks(2, _train_with_a_rank_without_gradients)
 
 
 # --- a step that one rank leaves out
@@ -169,7 +143,7 @@ def _leave_out(rank, world_size):
                 (scaler.skip if skips else scaler.step)(optimizer)
             info = scaler.update()
             outcomes.append(([bool(info.applied_of(each)) for each in optimizers], float(info.loss_scale_after)))
-        values = [_local(torch.nn.ParameterList(params)), outcomes, scaler.metrics()]
+        values = [local_parameters(torch.nn.ParameterList(params)), outcomes, scaler.metrics()]
         first, second = _gather([[each.tolist() for each in values[0]], *values[1:]], world_size)
         assert first == second, (kind, make, call, first, second)
         both, none, one_of_two = [True, True], [False, False], [False, True]
@@ -179,7 +153,7 @@ def _leave_out(rank, world_size):
 
 def test_a_step_that_one_rank_leaves_out():
     """All ranks skip it, whatever was called before, and later steps are those of all."""
-    _on_ranks(2, _leave_out)
+    on_ranks(2, _leave_out)
 
 
 def _leave_out_after_a_clip(rank, world_size):
@@ -201,7 +175,7 @@ def _leave_out_after_a_clip(rank, world_size):
 
 def test_a_step_that_one_rank_leaves_out_after_a_clip():
     """The clip has decided for all, so that the next update is an error on all ranks."""
-    _on_ranks(2, _leave_out_after_a_clip)
+    on_ranks(2, _leave_out_after_a_clip)
 
 
 def _miscount(rank, world_size):
@@ -223,7 +197,7 @@ def _miscount(rank, world_size):
 
 def test_ranks_that_have_lost_step():
     """The next update says that other steps were combined."""
-    _on_ranks(2, _miscount)
+    on_ranks(2, _miscount)
 
 
 # --- communication hooks of DistributedDataParallel
@@ -261,7 +235,7 @@ def _train_with_hooks(rank, world_size):
 
 def test_which_communication_hooks_need_a_group():
     """Compressed gradients are alike on all ranks; post-local SGD's are not, and PowerSGD remembers an overflow."""
-    _on_ranks(2, _train_with_hooks)
+    on_ranks(2, _train_with_hooks)
 
 
 # --- a rank outside of the group
@@ -286,7 +260,7 @@ def _protect_on_a_mesh(rank, world_size):
 
 def test_buffers_on_a_mesh_are_protected():
     """`distribute_module` puts the statistics of a module on its mesh."""
-    _on_ranks(2, _protect_on_a_mesh)
+    on_ranks(2, _protect_on_a_mesh)
 
 
 def _stand_outside(rank, world_size):
@@ -306,4 +280,4 @@ def _stand_outside(rank, world_size):
 
 def test_check_sync_names_the_ranks_that_differ():
     """Every rank raises, and says which ones; one outside of the group would step alone, and compare nothing."""
-    _on_ranks(3, _stand_outside)
+    on_ranks(3, _stand_outside)

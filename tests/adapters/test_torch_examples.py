@@ -11,8 +11,8 @@ import torch.distributed as dist
 from nbclient import NotebookClient
 
 from lossscale_core.errors import CheckpointWarning
-from tests.adapters.test_torch_distributed import _local, _on_ranks
 from tests.adapters.torch_programs import bits
+from tests.adapters.torch_ranks import local_parameters, on_ranks
 from tests.torch_versions import HAS_FSDP2_ON_CPU
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -64,7 +64,7 @@ def _train_in_fsdp2(rank, folder):
     _assert_healthy(accuracy, scaler, 50)
     main(20, folder=folder / "halves")
     _, resumed, _ = main(50, folder=folder / "halves")
-    assert bits(_local(resumed)) == bits(_local(model))
+    assert bits(local_parameters(resumed)) == bits(local_parameters(model))
 
 
 def _train(rank, world_size, folder):
@@ -76,7 +76,7 @@ def _train(rank, world_size, folder):
 
 def test_examples_learn_on_two_ranks(tmp_path):
     """The ranks of DDP end with the same weights; a run of FSDP2 continues from its sharded checkpoint, bit for bit."""
-    _on_ranks(2, partial(_train, folder=tmp_path))
+    on_ranks(2, partial(_train, folder=tmp_path))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)

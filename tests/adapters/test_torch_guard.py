@@ -14,7 +14,7 @@ from lossscale_core.errors import CheckpointError, SyncError
 from lossscale_torch import GradScaler, guarded
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.test_torch_distributed import _on_ranks
+from tests.adapters.torch_ranks import on_ranks
 from tests.adapters.torch_steps import EITHER_KIND, INF, Veto, one, take_steps, two
 from tests.core.guarded_run import EXPECTED, GUARD, NORMS, POLICY
 
@@ -235,4 +235,4 @@ def test_one_bad_rank_skips_the_step_on_all_ranks(kind):
 
     The guards of all ranks learn the largest norm. They do not learn a step that overflowed or was vetoed on any rank.
     """
-    _on_ranks(2, partial(_check_one_bad_rank, kind=kind))
+    on_ranks(2, partial(_check_one_bad_rank, kind=kind))

@@ -15,10 +15,9 @@ from torch import nn
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import CallOrderError, PolicyError
 from lossscale_torch import GradScaler, _watch, guarded
-from tests.adapters.emulated_device import Emulated
+from tests.adapters.emulated_device import Emulated, EmulatedCopy
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.test_torch_distributed import _on_ranks
-from tests.adapters.test_torch_watch import EmulatedCopy
+from tests.adapters.torch_ranks import on_ranks
 from tests.adapters.torch_steps import EITHER_KIND, guarded_steps, one, same
 
 MAKES = {
@@ -279,7 +278,7 @@ def _one_rank_logs(rank, world_size):
 
 def test_one_rank_logs():
     """The first rank logs a skipped step, even if only the gradients of another rank are bad."""
-    _on_ranks(2, _one_rank_logs)
+    on_ranks(2, _one_rank_logs)
 
 
 # -- checks by hand -----------------------------------------------------------------------------------------

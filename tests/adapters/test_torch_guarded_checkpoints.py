@@ -18,7 +18,7 @@ from lossscale_core import SpikeGuard
 from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import StepInfo, guarded
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.test_torch_distributed import _local, _on_ranks
+from tests.adapters.torch_ranks import local_parameters, on_ranks
 from tests.adapters.torch_steps import guarded_steps, one, same
 from tests.torch_versions import FSDP2
 
@@ -147,7 +147,7 @@ def _require_exact(make, resume, folder, wrap=lambda model: model):
     assert [*before, *_train(*resumed, SAVED_AT, LAST)] == outcomes
     is_fused = resumed[1].param_groups[0].get("fused")  # its kernel skips
     assert calls == [False] * (LAST - SAVED_AT if is_fused else 3)  # the outcome is not known yet
-    assert same(_local(model), _local(resumed[0]))
+    assert same(local_parameters(model), local_parameters(resumed[0]))
     assert optimizer.state_dict()["param_groups"] == resumed[1].state_dict()["param_groups"]
 
 
@@ -189,7 +189,7 @@ def _on_rank(rank, world_size, kind, flat):
 @pytest.mark.parametrize("kind", ["fsdp1", FSDP2])
 def test_a_sharded_run_resumes_exactly(kind, flat):
     """Each rank continues with the memory of all."""
-    _on_ranks(2, partial(_on_rank, kind=kind, flat=flat))
+    on_ranks(2, partial(_on_rank, kind=kind, flat=flat))
 
 
 def test_a_fused_run_on_a_device_resumes_at_every_step():

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import SyncError
 from lossscale_torch import GradScaler, clip_and_check_, guarded
-from tests.adapters.test_torch_distributed import _on_ranks
+from tests.adapters.torch_ranks import on_ranks
 from tests.adapters.torch_steps import ready
 from tests.torch_versions import HAS_FSDP2_ON_CPU
 
@@ -342,7 +342,7 @@ def _wrap_modules(all_ranks, grid):
 
 def test_one_norm_for_every_layout():
     """A single process with the gathered gradients has the same norm and decision, for every order."""
-    _on_ranks(4, _compare)
+    on_ranks(4, _compare)
 
 
 # --- the calls of each rank
@@ -385,4 +385,4 @@ def _record(rank, world_size):
 
 def test_the_members_of_each_group_make_the_same_calls():
     """The collectives do not depend on the gradients that a rank has, for every kind of step."""
-    _on_ranks(4, _record)
+    on_ranks(4, _record)

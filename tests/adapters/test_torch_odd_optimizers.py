@@ -7,24 +7,11 @@ import torch
 
 from lossscale_core.errors import CheckpointWarning
 from lossscale_torch import GradScaler
-from tests.adapters.test_torch_differences import _Delegating
+from tests.adapters.odd_optimizers import Container, Delegating, Duck
 from tests.adapters.torch_steps import INF, Legacy, one, take_step
 
 
-class _Duck:
-    """No more than the two names that a scaler needs, and room for nothing else."""
-
-    __slots__ = ("param_groups",)
-
-    def __init__(self, params):
-        self.param_groups = [{"params": list(params)}]
-
-    def step(self):
-        for param in self.param_groups[0]["params"]:
-            param.data -= param.grad
-
-
-class _FusedDuck(_Duck):
+class _FusedDuck(Duck):
     """The same with a kernel of its own, which needs no more than the flag and the factor."""
 
     __slots__ = ("found_inf", "grad_scale")
@@ -36,25 +23,12 @@ class _FusedDuck(_Duck):
             param.data -= torch.where(self.found_inf == 0.0, grad, 0.0)
 
 
-class _Container(torch.optim.Optimizer):
-    """An optimizer that holds several and steps each, as torchtitan's does."""
-
-    def __init__(self, optimizers):
-        self.optimizers = optimizers
-        super().__init__([param for each in optimizers for group in each.param_groups for param in group["params"]], {})
-
-    def step(self, *args, **kwargs):
-        """Step each."""
-        for each in self.optimizers:
-            each.step(*args, **kwargs)
-
-
 OPTIMIZERS = {
-    "no more than step": _Duck,
+    "no more than step": Duck,
     "no more than a fused step": _FusedDuck,
-    "delegates": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0)),
-    "delegates to a fused one": lambda params: _Delegating(torch.optim.SGD(params, lr=1.0, fused=True)),
-    "holds a fused one": lambda params: _Container([torch.optim.SGD(params, lr=1.0, fused=True)]),
+    "delegates": lambda params: Delegating(torch.optim.SGD(params, lr=1.0)),
+    "delegates to a fused one": lambda params: Delegating(torch.optim.SGD(params, lr=1.0, fused=True)),
+    "holds a fused one": lambda params: Container([torch.optim.SGD(params, lr=1.0, fused=True)]),
     "of the old contract": lambda params: Legacy(params, lr=1.0),
 }
 

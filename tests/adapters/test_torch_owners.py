@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
-from tests.adapters.test_torch_differences import _Delegating
+from tests.adapters.odd_optimizers import Delegating
 from tests.adapters.torch_steps import CALLS, EITHER_KIND, INF, one, ready
 
 SCALE = 1024.0
@@ -81,7 +81,7 @@ def test_an_optimizer_may_divide_new_gradients_of_a_shared_parameter(fused):
 def test_an_optimizer_and_its_wrapper_are_one(first, second, is_wrapper_first, policy):
     """Whatever is called with one of them in a step, a call with the other, or a joint clip of both, is refused."""
     param, optimizer = one()
-    names = [optimizer, _Delegating(optimizer)][:: -1 if is_wrapper_first else 1]
+    names = [optimizer, Delegating(optimizer)][:: -1 if is_wrapper_first else 1]
     scaler, arguments = ready(policy=policy), [names[1]]
     param.grad = torch.full_like(param, scaler.get_scale())
     if first is not None:

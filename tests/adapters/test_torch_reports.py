@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lossscale_core import DynamicScaling, NoScaling
 from lossscale_torch import GradScaler, overflow_report, range_report
 from tests.adapters.overflowing_models import Attention
-from tests.adapters.test_torch_distributed import _on_ranks
+from tests.adapters.torch_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -267,4 +267,4 @@ def _report_of_shards(rank, world_size):
 
 def test_ranks_of_a_sharded_model_report_their_own_batches():
     """They run the same passes, though their shards and batches differ: each pass gathers the weights of all."""
-    _on_ranks(2, _report_of_shards)
+    on_ranks(2, _report_of_shards)

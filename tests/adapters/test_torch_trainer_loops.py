@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.adapters.test_torch_distributed import _local, _on_ranks
-from tests.adapters.test_torch_odd_optimizers import _Container
+from tests.adapters.odd_optimizers import Container
 from tests.adapters.torch_programs import bits, loss_fn, run_recipe
+from tests.adapters.torch_ranks import local_parameters, on_ranks
 from tests.torch_versions import needs_fsdp2_on_cpu
 
 STEPS = 8
@@ -76,7 +76,7 @@ def _nanochat(rank, world_size):
 
 def test_nanochat():
     """If an optimizer reduces in its step, all ranks skip together, with the bits of the loop before the change."""
-    _on_ranks(2, _nanochat)
+    on_ranks(2, _nanochat)
 
 
 # --- torchtitan and verl
@@ -113,7 +113,7 @@ def _parts_of(layout):
             model.append(fully_shard(experts, mesh=mesh, mp_policy=dtypes, shard_placement_fn=place))
         fully_shard(model, mp_policy=dtypes)
     parts = model if layout == "experts" else [model]
-    return model, _Container([torch.optim.AdamW(part.parameters(), lr=0.01, fused=True) for part in parts])
+    return model, Container([torch.optim.AdamW(part.parameters(), lr=0.01, fused=True) for part in parts])
 
 
 def _backward(scaler, model, optimizer, micro_batches):
@@ -181,7 +181,7 @@ def _compare(rank, world_size, recipe, layout):
             model, optimizer = _parts_of(layout)
             schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizers[0], 1, 0.9)
             scaler = train(model, optimizer, schedule, max_norm, _data(rank))
-            outcomes.append([*_local(model), torch.tensor([scaler.get_scale(), schedule.last_epoch])])
+            outcomes.append([*local_parameters(model), torch.tensor([scaler.get_scale(), schedule.last_epoch])])
         torch.testing.assert_close(*outcomes, rtol=tolerance, atol=tolerance)
         assert schedule.last_epoch == STEPS - len(CULPRITS) - (layout == "experts")
 
@@ -193,7 +193,7 @@ LOOPS = [(_torchtitan, "fsdp2"), (_torchtitan, "experts"), (_torchtitan, "ddp"),
 @pytest.mark.parametrize(("recipe", "layout"), LOOPS)
 def test_torchtitan_and_verl(recipe, layout):
     """One call clips by the norm of each layout, and skips on all ranks, with the bits of torch's scaler."""
-    _on_ranks(4 if layout == "experts" else 2, partial(_compare, recipe=recipe, layout=layout))
+    on_ranks(4 if layout == "experts" else 2, partial(_compare, recipe=recipe, layout=layout))
 
 
 # --- pipelines
@@ -235,9 +235,9 @@ def _averages(rank, world_size):
 
 def test_a_pipeline_skips_on_all_stages():
     """A stage that never scales a loss skips the steps of the last stage."""
-    _on_ranks(2, _pipeline)
+    on_ranks(2, _pipeline)
 
 
 def test_an_average_in_float16_stays_finite():
     """The sum of float16 gradients over the ranks does not overflow; two flags say where an overflow came from."""
-    _on_ranks(2, _averages)
+    on_ranks(2, _averages)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
+from tests.adapters.odd_optimizers import Delegating
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.test_torch_differences import _Delegating
 from tests.adapters.torch_steps import CALLS, EITHER_KIND, INF, one, ready, take_step
 
 MAX_NORM = 0.5
@@ -146,7 +146,7 @@ def test_a_recorded_graph():
     assert second.grad.item() == scaler.get_scale() == 64.0 * 2**3
 
 
-class _Listing(_Delegating):
+class _Listing(Delegating):
     """A wrapper that makes a new list of groups at each access, as Megatron's chained optimizers do."""
 
     param_groups = property(lambda self: [*self._inner.param_groups])

@@ -10,7 +10,7 @@ import torch
 from lossscale_core import DynamicScaling
 from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import GradScaler, _watch
-from tests.adapters.emulated_device import Emulated
+from tests.adapters.emulated_device import Emulated, EmulatedCopy
 from tests.adapters.torch_steps import EITHER_KIND, one, take_step
 
 NAN, FINE = [math.nan], [1.0]
@@ -57,20 +57,6 @@ def test_the_log_waits_for_no_device(fused, read, caplog):
         for _ in range(3):
             read(scaler)
     assert _events(caplog) == [("skipping too often", 40 if fused else 32)]
-
-
-class EmulatedCopy(_watch.LateCopy):
-    """A copy from an emulated device that arrives at the second look."""
-
-    DEVICES = ("mps",)
-
-    def __init__(self, tensors):
-        self.looks, self.values = 0, [number for each in tensors for number in each.values.reshape(-1).tolist()]
-
-    def numbers(self):
-        """Return the numbers if they have arrived."""
-        self.looks += 1
-        return self.values if self.looks > 1 else None
 
 
 def test_a_run_on_a_device_is_logged_late(caplog, monkeypatch):

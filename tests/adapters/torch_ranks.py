@@ -1,0 +1,33 @@
+"""Ranks on one machine: processes that communicate with gloo on loopback."""
+
+import os
+from datetime import timedelta
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _in_process(rank, world_size, folder, work):
+    torch.set_num_threads(1)
+    where = {"init_method": f"file://{folder}/rendezvous", "rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", **where, timeout=timedelta(minutes=5))  # a rank that waits in vain fails
+    work(rank, world_size)
+    dist.barrier()  # no rank leaves while another still communicates with it
+    os._exit(0)  # past the end of gloo's threads, which waits or aborts now and then
+
+
+# A server imports these once, and each rank is a fresh fork of it: importing torch takes seconds, most tests less.
+mp.set_forkserver_preload([f"tests.adapters.test_torch_{name}" for name in ("distributed", "norms")])
+
+
+def on_ranks(world_size, work):
+    """Run `work(rank, world_size)` in that many processes; the first failure is raised here."""
+    with TemporaryDirectory() as folder:
+        mp.start_processes(_in_process, (world_size, folder, work), nprocs=world_size, start_method="forkserver")
+
+
+def local_parameters(module):
+    """Return the parameters of a module, of sharded ones the part of this rank."""
+    return [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
