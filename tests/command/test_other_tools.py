@@ -61,7 +61,6 @@ KERAS_3_11 = {  # as Keras 3.0 to 3.11 write it
 CONFIGS = [
     *((name, {}, policy) for name, policy in DEFAULTS.items()),
     ("deepspeed", {"fp16": {"hysteresis": 3}, "bf16": {}}, _default("deepspeed", hysteresis=1)),
-    ("deepspeed", {"train_batch_size": 8, "fp16": {}, "zero_optimization": {"stage": 2}}, _default("deepspeed")),
     # as its loss scaler has it, without the ZeRO block
     (
         "deepspeed",
@@ -142,28 +141,19 @@ def test_another_policy_continues_the_run():
 ITERATIONS = {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": -1}
 REFUSED = {
     from_tool: [
-        ("torch", [], "must be a dict"),
         ("torch", {"growth_intervall": 3}, "'growth_intervall' is not a key of torch; did you mean 'growth_interval'"),
         ("torch", {"init_scale": 4.0, "scale": 8.0}, "scale and init_scale are names of one setting"),
-        ("deepspeed", {"loss_scale_window": 2.7}, "loss_scale_window=2.7"),
         ("deepspeed", {"initial_scale_power": -2}, "min_scale=1.0 must not exceed init_scale=0.25"),
         ("deepspeed", {"raise_error_at_min_scale": False, "hysteresis": 2}, "pass keys of one list"),
-        ("deepspeed", {"fp16": None}, "'fp16' is not a key of deepspeed"),
         ("deepspeed", {"enabled": "maybe"}, "enabled='maybe' .* it must be true or false"),
         ("jmp", {}, "no default for loss_scale"),
         ("paddle", {"decr_ratio": 2.0}, "decr_ratio=2.0 .*: backoff_factor=2.0 must be between 0 and 1"),
     ],
     state_from_tool: [
         ("torch", {}, "has no scale, growth_tracker, and is empty"),
-        ("torch", {"scale": float("inf"), "_growth_tracker": 1}, "loss_scale=inf"),
         ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": {}}, "holds 2 scalers"),
         ("torch", {"scale": 8.0, "_growth_tracker": -5}, "growth_tracker=-5 .* must be a whole number from 0"),
         ("deepspeed", {**ITERATIONS, "last_overflow_iter": 30, "scale_window": 4}, "cur_iter=3 must be after last_"),
-        (
-            "torch",
-            {"scale": 8.0, "_growth_tracker": 1, "growth_factor": 0.5},
-            "a setting in the checkpoint of torch is inv",
-        ),
         ("deepspeed", ITERATIONS, r"depends on growth_interval, .* pass policy=from_tool\('deepspeed'"),
     ],
 }
