@@ -1,12 +1,8 @@
 """Optimizers that are not torch's, as packages have them."""
 
 import torch
-from torch.distributed.tensor import DTensor
 
-
-def local(tensor):
-    """Return the part of a tensor that this rank has."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+from tests.adapters.torch_ranks import local
 
 
 class Duck:

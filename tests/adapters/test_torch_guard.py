@@ -1,16 +1,16 @@
-"""`GradScaler(guard=...)` and `guarded(guard=...)`: spikes, vetoes, checkpoints, CUDA graphs and several ranks."""
+"""`GradScaler(guard=...)` and `guarded(guard=...)`: spikes, vetoes, checkpoints, recorded graphs and several ranks."""
 
 import copy
+import logging
 import math
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from lossscale_core import GuardState, SpikeGuard
-from lossscale_core.errors import CheckpointError, SyncError
+from lossscale_core.errors import CheckpointError
 from lossscale_torch import GradScaler, guarded
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
@@ -19,23 +19,16 @@ from tests.adapters.torch_steps import EITHER_KIND, INF, Veto, one, take_steps, 
 from tests.core.guarded_run import EXPECTED, GUARD, NORMS, POLICY
 
 EARLY_GUARD = SpikeGuard(warmup=2)
-KINDS = pytest.mark.parametrize("kind", ["ordinary", "fused", "fused on a device"])
 
 
-def _setup(kind, **settings):
-    """Return two parameters, their optimizers and a scaler, which has a guard unless `settings` have hooks."""
+def _setup(kind="ordinary", **settings):
+    """Return two parameters, their optimizers and a scaler with a guard."""
     device = "mps" if "device" in kind else "cpu"
     params, optimizers = two(kind != "ordinary", device=device, lr=1e-3)
-    settings = {"guard": EARLY_GUARD, **settings} if "hooks" not in settings else settings
-    return params, optimizers, GradScaler(device, init_scale=8.0, **settings)
+    return params, optimizers, GradScaler(device, init_scale=8.0, guard=EARLY_GUARD, **settings)
 
 
-def _counts(scaler):
-    """Return the number of norms and of spikes in the guard's state, for each optimizer."""
-    return [(int(state["norms"]), int(state["spikes"])) for state in scaler.state_dict()["guard"]]
-
-
-@KINDS
+@pytest.mark.parametrize("kind", ["ordinary", "fused", "fused on a device"])
 def test_each_optimizer_has_its_own_norms(kind):
     """An optimizer's norms do not depend on another optimizer's overflows and spikes, and survive a restart.
 
@@ -44,33 +37,33 @@ def test_each_optimizer_has_its_own_norms(kind):
     """
     with Emulated("mps"):
         veto = Veto()
-        params, optimizers, scaler = _setup(kind, hooks=[veto], guard=EARLY_GUARD)
+        params, optimizers, scaler = _setup(kind, hooks=[veto])
         for sizes in [(1.0, 100.0), (1.0, INF), (1.0, 100.0)]:
             take_steps(params, optimizers, scaler, *sizes)
-        assert _counts(scaler) == [(3, 0), (2, 0)]
         state = scaler.state_dict()
-        for loaded in (scaler, scaler, _setup(kind, hooks=[veto], guard=EARLY_GUARD)[2]):
+        for loaded in (scaler, scaler, _setup(kind, hooks=[veto])[2]):
             loaded.load_state_dict(state)
             for veto.value, counts in ((1.0, [(3, 0), (2, 0)]), (0.0, [(4, 0), (3, 1)])):
                 info = take_steps(params, optimizers, loaded, 1.0, 1e6)
                 assert [bool(info.applied_of(optimizer)) for optimizer in optimizers] == [not veto.value, False]
-                assert _counts(loaded) == counts
+                states = loaded.state_dict()["guard"]
+                assert [(int(each["norms"]), int(each["spikes"])) for each in states] == counts
 
 
-@pytest.mark.parametrize("value", [1.0, True, 1, torch.tensor([1.0]), torch.tensor(True), torch.tensor(math.nan)])
+@pytest.mark.parametrize("value", [1.0, True, torch.tensor([1.0]), torch.tensor(True), torch.tensor(math.nan)])
 def test_a_veto_is_any_nonzero_number(value):
     """A hook vetoes a step by a number other than zero, and a hook of the same name does not take the veto back.
 
     Another type is an error that names the hook.
     """
     veto = Veto(value=value)
-    params, optimizers, scaler = _setup("ordinary", hooks=[veto, Veto(value=torch.zeros(()))])
+    params, optimizers, scaler = _setup(hooks=[veto, Veto(value=torch.zeros(()))])
     assert not take_steps(params, optimizers, scaler, 1.0, 1.0).applied
     for veto.value in (None, False, torch.zeros_like(torch.as_tensor(value))):
         assert take_steps(params, optimizers, scaler, 1.0, 1.0).applied
-    for veto.value in ("yes", torch.ones(2)):
-        with pytest.raises(TypeError, match=r"Veto.before_step returned .*; return True, or a tensor of one element"):
-            take_steps(params, optimizers, scaler, 1.0, 1.0)
+    veto.value = torch.ones(2)
+    with pytest.raises(TypeError, match=r"Veto.before_step returned .*; return True, or a tensor of one element"):
+        take_steps(params, optimizers, scaler, 1.0, 1.0)
 
 
 class _OwnStepScaler(GradScaler):
@@ -93,8 +86,6 @@ def test_a_subclass_with_its_own_step_is_guarded(fused):
         info = take_steps([param], [optimizer], scaler, float(norm), prepare=prepare)
         assert (bool(info.spiked), bool(info.overflowed)) == (EXPECTED.spiked[step], EXPECTED.skipped[step])
         assert bool(info.applied) == (param.item() != before) == (not (info.spiked or info.overflowed))
-        assert scaler.get_scale() == EXPECTED.loss_scale_after[step]
-    assert scaler.state_dict()["guard"]["norms"] == len(EXPECTED.skipped) - EXPECTED.skipped.sum()
     assert scaler.metrics()["spikes"] == EXPECTED.spiked.sum()
     assert f"refused {EXPECTED.spiked.sum()} spikes" in scaler.diagnose()
 
@@ -102,7 +93,7 @@ def test_a_subclass_with_its_own_step_is_guarded(fused):
 @pytest.mark.parametrize("order", [2.0, 3.0])
 def test_a_spike_skips_all_optimizers_that_are_clipped_together(order):
     """A spike of the common norm skips every optimizer and keeps the loss scale, for norms of order 2 and 3."""
-    params, optimizers, scaler = _setup("ordinary")
+    params, optimizers, scaler = _setup()
     prepare = [(scaler.unscale_and_clip_, optimizers, 1.0, order)]
     for size in [1.0] * 8 + [100.0]:
         info = take_steps(params, optimizers, scaler, size, 1.0, prepare=prepare)
@@ -110,10 +101,11 @@ def test_a_spike_skips_all_optimizers_that_are_clipped_together(order):
     assert [info.applied_of(optimizer) for optimizer in optimizers] == [False, False]
 
 
-def test_a_replayed_graph_checks_the_norms():
-    """Each replay of a captured step compares its norm with the norms of earlier replays."""
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["scaler", "guarded"])
+def test_a_replayed_graph_checks_the_norms(is_guarded):
+    """Each replay of a captured step compares its norm with earlier replays, also after a checkpoint was loaded."""
     param, optimizer = one(fused=True)
-    scaler = GradScaler("cpu", init_scale=2.0**10, guard=GUARD)
+    owner = scaler = GradScaler("cpu", init_scale=2.0**10, guard=GUARD)
     scaler.place_on("cpu")
     param.grad = torch.ones(1)
 
@@ -122,10 +114,14 @@ def test_a_replayed_graph_checks_the_norms():
         scaler.step(optimizer)
         scaler.update()
 
+    if is_guarded:
+        owner, scaler = guarded(optimizer, guard=GUARD, max_streak=1), GradScaler("cpu", policy="none")
+        step = optimizer.step
+    saved = copy.deepcopy(owner.state_dict())
     step()  # creates the guard's state, on the host
     with RecordedGraph() as graph:
         step()
-    scaler.load_state_dict(GradScaler("cpu", init_scale=2.0**10, guard=GUARD).state_dict())
+    owner.load_state_dict(saved)
     applied = []
     for size in [1.0] * 8 + [50.0, INF, 1.0]:
         param.grad.fill_(size * scaler.get_scale())
@@ -133,106 +129,104 @@ def test_a_replayed_graph_checks_the_norms():
         graph.replay()
         applied.append(param.item() != before)
     assert applied == [True] * 8 + [False, False, True]
-    assert (scaler.state_dict()["guard"]["spikes"], scaler.get_scale()) == (1, 2.0**9)
+    assert [int(owner.metrics()[name]) for name in ("spikes", "skipped_steps", "steps")] == [1, 1, 10]
 
 
-def test_a_checkpoint_with_a_bad_guard_state_changes_nothing():
-    """If the guard rejects its entry, the policy, the scale, the counters and the other hooks stay unchanged."""
-    params, optimizers, scaler = _setup("ordinary", hooks=[Veto()], guard=EARLY_GUARD)
-    take_steps(params, optimizers, scaler, 1.0, 1.0)
-    before, policy = scaler.state_dict(), scaler.policy
-    other = {**GradScaler("cpu", init_scale=2.0, growth_interval=7).state_dict(), "veto": 5}
-    with pytest.raises(CheckpointError):
-        scaler.load_state_dict({**other, "guard": {"mean": "large"}})
-    assert (scaler.state_dict(), scaler.policy) == (before, policy)
-
-
-def test_a_bad_state_of_a_guarded_optimizer_changes_nothing():
-    """If the guard or the optimizer rejects its entry, the settings and the state of both stay unchanged."""
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["scaler", "guarded"])
+def test_a_bad_state_of_a_guard_changes_nothing(is_guarded):
+    """If the guard or the optimizer rejects its entry, all settings, counters and hooks stay unchanged."""
     param, optimizer = one(momentum=0.9)
-    guarded(optimizer, guard=EARLY_GUARD)
-    param.grad = torch.ones(1)
-    optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
-    other = guarded(torch.optim.SGD([param], lr=0.5), guard=EARLY_GUARD).state_dict()
-    (group,) = other["param_groups"]
-    for groups, error in (([{**group, "guarded_mean": "large"}], CheckpointError), ([group] * 2, ValueError)):
+    if is_guarded:
+        owner, policy = guarded(optimizer, guard=EARLY_GUARD), None
+        param.grad = torch.ones(1)
+        optimizer.step()
+        other = guarded(torch.optim.SGD([param], lr=0.5), guard=EARLY_GUARD).state_dict()
+        (group,) = other["param_groups"]
+        cases = [({"param_groups": [{**group, "guarded_mean": "large"}]}, CheckpointError)]
+        cases.append(({"param_groups": [group] * 2}, ValueError))
+    else:
+        owner = GradScaler("cpu", init_scale=8.0, hooks=[Veto()], guard=EARLY_GUARD)
+        policy = owner.policy
+        take_steps([param], [optimizer], owner, 1.0)
+        other = {**GradScaler("cpu", init_scale=2.0, growth_interval=7).state_dict(), "veto": 5}
+        cases = [({"guard": {"mean": "large"}}, CheckpointError)]
+    before = str(owner.state_dict())
+    for entries, error in cases:
         with pytest.raises(error):
-            optimizer.load_state_dict({**other, "param_groups": groups})
-        assert str(optimizer.state_dict()) == str(before)
+            owner.load_state_dict({**other, **entries})
+        assert str(owner.state_dict()) == before
+        assert policy is None or owner.policy == policy
 
 
 def test_a_new_optimizer_starts_without_norms():
     """An optimizer does not inherit the norms of a deleted optimizer, even if Python reuses its `id`."""
-    param = torch.nn.Parameter(torch.ones(2))
-    scaler = GradScaler("cpu", policy=8.0, guard=EARLY_GUARD)
+    param, scaler = torch.nn.Parameter(torch.ones(2)), GradScaler("cpu", policy=8.0, guard=EARLY_GUARD)
     for size in (1.0, 1e4, 1e8):
         optimizer = torch.optim.SGD([param], lr=1e-3)
         for _ in range(4):
             assert take_steps([param], [optimizer], scaler, size).applied
         del optimizer
-    state = {**scaler.state_dict(), "guard": {**scaler.state_dict()["guard"], "mean": 1.5, "norms": 7.0}}
-    scaler.load_state_dict(state)  # the next optimizer gets this state, not the deleted one
-    optimizer = torch.optim.SGD([param], lr=1e-3)
-    assert take_steps([param], [optimizer], scaler, 1.0)
-    assert scaler.state_dict()["guard"]["norms"] == 8
 
 
-def test_a_step_with_a_replaced_record_is_not_learnt():
-    """If a package replaces a record by `_refresh_per_optimizer_state()`, the guard does not learn that step's norm."""
-    params, optimizers, scaler = _setup("ordinary")
-    scaler.scale(torch.ones(()))
-    for param, optimizer in zip(params, optimizers, strict=True):
-        param.grad = torch.full_like(param, 8.0)
-        scaler.step(optimizer)
-    scaler._per_optimizer_states[id(optimizers[0])] = _refresh_per_optimizer_state()
-    assert scaler.update().applied
-    assert _counts(scaler) == [(0, 0), (1, 0)]
+def _by_scaler(optimizer, veto, group):
+    """Return a function that takes a step, one that returns the guard's state, and the steps that are skipped."""
+    (param,) = optimizer.param_groups[0]["params"]
+    scaler = GradScaler("cpu", init_scale=8.0, process_group=group, hooks=[veto], guard=EARLY_GUARD)
 
-
-def _check_one_bad_rank(rank, world_size, kind):
-    veto, group, (param, optimizer) = Veto(), dist.group.WORLD, one(kind == "fused", lr=1e-3)
-    if kind == "guarded":
-        guarded(optimizer, guard=EARLY_GUARD, process_group=group)
-    else:
-        scaler = GradScaler("cpu", init_scale=8.0, process_group=group, hooks=[veto], guard=EARLY_GUARD)
-    for bad in (None, None, "overflow", "spike", "veto", None):
-        # The norms differ between the ranks, as they do if the optimizer reduces the gradients.
-        size, before = {"spike": 1e4, "overflow": (1.0, INF)[rank]}.get(bad, 1.0), param.item()
-        veto.value = float(bad == "veto" and rank == 1)
-        if kind == "guarded":
-            param.grad = torch.full((1,), size * (rank + 1))
-            optimizer.step()
-            info, is_skipped = optimizer.last_step, bad in ("overflow", "spike")
-        else:
-            info, is_skipped = take_steps([param], [optimizer], scaler, size * (rank + 1)), bad is not None
-        assert (bool(info.applied), param.item() == before) == (not is_skipped, is_skipped)
-        assert (bool(info.spiked), bool(info.overflowed)) == (bad == "spike", bad == "overflow")
-    if kind == "guarded":
-        group = optimizer.state_dict()["param_groups"][0]
-        state = {name: group[f"guarded_{name}"] for name in GuardState._fields}
-    else:
-        state = scaler.state_dict()["guard"]
-    states = [None] * world_size
-    dist.all_gather_object(states, state)
-    assert states[0] == states[1]
-    assert (state["norms"], state["spikes"]) == (5 if kind == "guarded" else 4, 1)
-    if kind != "guarded":
-        assert scaler.get_scale() == 4.0
+    def state():
         scaler.check_sync()
-        if rank == 1:
-            scaler.load_state_dict({**scaler.state_dict(), "guard": {**state, "spikes": 0}})
-        with pytest.raises(SyncError, match=r"ranks \[1\] differ from rank 0's in guard \("):
-            scaler.check_sync()
-        veto.value, scaler = float(rank == 1), GradScaler("cpu", norm_group=group, hooks=[veto])
-        clip = scaler.unscale_and_clip_, optimizer, INF  # combines the flags of the ranks before the hook sets its veto
-        assert not take_steps([param], [optimizer], scaler, 1.0, prepare=[clip]).applied
+        assert scaler.get_scale() == 4.0
+        return scaler.state_dict()["guard"]
+
+    return partial(take_steps, [param], [optimizer], scaler), state, ("overflow", "spike", "veto")
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "fused", "guarded"])
-def test_one_bad_rank_skips_the_step_on_all_ranks(kind):
+def _by_guarded(optimizer, veto, group):
+    (param,) = optimizer.param_groups[0]["params"]
+    guarded(optimizer, guard=EARLY_GUARD, process_group=group)
+
+    def take(size):
+        param.grad = torch.full((1,), size)
+        optimizer.step()
+        return optimizer.last_step
+
+    def state():
+        numbers = optimizer.state_dict()["param_groups"][0]
+        return {name: numbers[f"guarded_{name}"] for name in GuardState._fields}
+
+    return take, state, ("overflow", "spike")
+
+
+def _have_one_bad_rank(rank, world_size):
+    group, lines, handler = dist.group.WORLD, [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("lossscale").addHandler(handler)
+    for make, fused in ((_by_scaler, False), (_by_scaler, True), (_by_guarded, False)):
+        veto, (param, optimizer) = Veto(), one(fused, lr=1e-3)
+        take, state, skipped = make(optimizer, veto, group)
+        for bad in (None, None, "overflow", "spike", "veto", None):
+            # The norms differ between the ranks, as they do if the optimizer reduces the gradients.
+            size, before = {"spike": 1e4, "overflow": (1.0, INF)[rank]}.get(bad, 1.0), param.item()
+            veto.value = float(bad == "veto" and rank == 1)
+            info, is_skipped = take(size * (rank + 1)), bad in skipped
+            assert (bool(info.applied), param.item() == before) == (not is_skipped, is_skipped)
+            assert (bool(info.spiked), bool(info.overflowed)) == (bad == "spike", bad == "overflow")
+        states = [None] * world_size
+        dist.all_gather_object(states, state())
+        assert states[0] == states[1]
+        assert (states[0]["norms"], states[0]["spikes"]) == (7 - len(skipped), 1)
+    words = "step 3 of GuardedSGD was skipped: the gradients of another rank are not finite"
+    assert [line.split(";")[0] for line in lines] == [words] * (rank == 0)
+    veto.value, (param, optimizer) = float(rank == 1), one()
+    scaler = GradScaler("cpu", norm_group=group, hooks=[veto])
+    clip = scaler.unscale_and_clip_, optimizer, INF  # combines the flags of the ranks before the hook sets its veto
+    assert not take_steps([param], [optimizer], scaler, 1.0, prepare=[clip]).applied
+
+
+def test_one_bad_rank_skips_the_step_on_all_ranks():
     """A veto, a spike or an overflow on one rank skips the step on all ranks; only an overflow lowers the loss scale.
 
     The guards of all ranks learn the largest norm. They do not learn a step that overflowed or was vetoed on any rank.
+    The first rank logs the first skipped step of a guarded optimizer, even if another rank has the bad gradients.
     """
-    on_ranks(2, partial(_check_one_bad_rank, kind=kind))
+    on_ranks(2, _have_one_bad_rank)

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 from functools import partial
 from tempfile import TemporaryDirectory
 
@@ -18,7 +19,7 @@ from lossscale_core import SpikeGuard
 from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import StepInfo, guarded
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_ranks import local_parameters, on_ranks
+from tests.adapters.torch_ranks import local, local_parameters, on_ranks
 from tests.adapters.torch_steps import guarded_steps, one, same
 from tests.torch_versions import FSDP2
 
@@ -31,10 +32,6 @@ STREAK = (
 )
 
 
-def _sgd(params):
-    return torch.optim.SGD(params, lr=0.1)
-
-
 def _groups(params):
     """Return an optimizer with three parameter groups, one of them added later."""
     first, second, *rest = params
@@ -44,7 +41,7 @@ def _groups(params):
 
 
 MAKES = {
-    "SGD without state": _sgd,
+    "SGD without state": partial(torch.optim.SGD, lr=0.1),
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
     "fused AdamW": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "several groups": _groups,
@@ -68,7 +65,8 @@ def _train(model, optimizer, first, last):
     for number in range(first, last):
         model(torch.randn(4, 4, generator=torch.Generator().manual_seed(number))).square().mean().backward()
         if number in BAD:
-            next(grad for grad in _grads(model) if grad.numel()).view(-1)[0] = BAD[number]
+            grads = [local(param.grad) for param in model.parameters() if param.grad is not None]
+            next(grad for grad in grads if grad.numel()).view(-1)[0] = BAD[number]
         try:
             optimizer.step()
         except OverflowStreakError as error:
@@ -79,16 +77,12 @@ def _train(model, optimizer, first, last):
     return outcomes
 
 
-def _grads(model):
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
-
-
 def _by_file(folder, model, optimizer, *, saves):
     if saves:
-        torch.save((model.state_dict(), optimizer.state_dict()), f"{folder}/all.pt")
+        folder.mkdir(exist_ok=True)
+        torch.save((model.state_dict(), optimizer.state_dict()), folder / "all.pt")
         return
-    weights, state = torch.load(f"{folder}/all.pt", weights_only=True)
+    weights, state = torch.load(folder / "all.pt", weights_only=True)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
 
@@ -106,14 +100,20 @@ def _by_dcp(folder, model, optimizer, *, saves, flat=False):
 TOOLS = {"torch.save": _by_file, "dcp": _by_dcp, "flat dcp": partial(_by_dcp, flat=True)}
 
 
-def _through_file(tool, folder, model, optimizer, make, wrap=lambda model: model, is_guarded_last=False):
+def _through_file(tool, folder, model, optimizer, make, wrap=lambda model: model):
     tool(folder, model, optimizer, saves=True)
     resumed = _parts(make, wrap)
-    if not is_guarded_last:
-        _guard(resumed[1])
+    _guard(resumed[1])
     tool(folder, *resumed, saves=False)
-    if is_guarded_last:  # as where a trainer loads before its callbacks run
-        _guard(resumed[1])
+    return resumed
+
+
+def _guarded_last(folder, model, optimizer, make):
+    """Load before the optimizer is guarded, as where a trainer loads before its callbacks run."""
+    _by_file(folder, model, optimizer, saves=True)
+    resumed = _parts(make)
+    _by_file(folder, *resumed, saves=False)
+    _guard(resumed[1])
     return resumed
 
 
@@ -126,7 +126,7 @@ def _through_copy(duplicate, _, model, optimizer, make):
 
 WAYS = {
     **{name: partial(_through_file, tool) for name, tool in TOOLS.items()},
-    "guarded after loading": partial(_through_file, _by_file, is_guarded_last=True),
+    "guarded after loading": _guarded_last,
     "copy": partial(_through_copy, copy.deepcopy),
     "pickle": partial(_through_copy, lambda parts: pickle.loads(pickle.dumps(parts))),
 }
@@ -159,37 +159,22 @@ def test_a_resumed_run_equals_a_run_without_a_break(resume, make, tmp_path):
     _require_exact(make, resume, tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
-def test_a_plain_optimizer_loads_the_checkpoint(tool, tmp_path):
-    """It continues with the parameters and the moments; the numbers of the guard do not disturb it."""
-    saved, plain = _parts(MAKES["AdamW"]), _parts(MAKES["AdamW"])
-    _guard(saved[1])
-    _train(*saved, 0, 5)
-    tool(tmp_path, *saved, saves=True)
-    tool(tmp_path, *plain, saves=False)
-    for model, optimizer in (saved, plain):
-        model(torch.ones(4, 4)).square().mean().mul(0.1).backward()
-        optimizer.step()
-    assert same(saved[0].parameters(), plain[0].parameters())
-
-
-def _on_rank(rank, world_size, kind, flat):
+def _resume_on_rank(rank, world_size, kind):
     wraps = {
         "fsdp1": partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
         "fsdp2": lambda model: fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,))),
     }
-    folder = [TemporaryDirectory().name if rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    resume = partial(_through_file, partial(_by_dcp, flat=flat), wrap=wraps[kind])
-    _require_exact(MAKES["AdamW"], resume, folder[0], wraps[kind])
+    for flat in (False, True):
+        folder = [TemporaryDirectory().name if rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        resume = partial(_through_file, partial(_by_dcp, flat=flat), wrap=wraps[kind])
+        _require_exact(MAKES["AdamW"], resume, folder[0], wraps[kind])
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["", "flat"])
 @pytest.mark.parametrize("kind", ["fsdp1", FSDP2])
-def test_a_sharded_run_resumes_exactly(kind, flat):
+def test_a_sharded_run_resumes_exactly(kind):
     """Each rank continues with the memory of all."""
-    on_ranks(2, partial(_on_rank, kind=kind, flat=flat))
+    on_ranks(2, partial(_resume_on_rank, kind=kind))
 
 
 def test_a_fused_run_on_a_device_resumes_at_every_step():
@@ -210,21 +195,27 @@ def test_a_fused_run_on_a_device_resumes_at_every_step():
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
-def test_a_checkpoint_of_a_plain_optimizer_starts_the_guard_over(tool, tmp_path):
-    """No number of the run before remains; `load_state_dict` warns, and other tools load before `guarded`."""
-    plain, (model, optimizer) = _parts(MAKES["AdamW"]), _parts(MAKES["AdamW"])
-    plain[0](torch.ones(4, 4)).sum().backward()
-    plain[1].step()
-    plain[1].zero_grad()
-    tool(tmp_path, *plain, saves=True)
+def test_checkpoints_of_plain_and_guarded_optimizers(tool, tmp_path):
+    """A plain optimizer continues with the moments of a guarded one, and then a guard starts over with its moments.
+
+    `load_state_dict` warns that the guard starts over; other tools load before `guarded`.
+    """
+    (saved, first), (model, plain), (resumed, last) = (_parts(MAKES["AdamW"]) for _ in range(3))
+    _train(saved, _guard(first), 0, 5)
+    tool(tmp_path / "guarded", saved, first, saves=True)
+    tool(tmp_path / "guarded", model, plain, saves=False)
+    for each, optimizer in ((saved, first), (model, plain)):
+        each(torch.ones(4, 4)).square().mean().mul(0.1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(saved.parameters(), model.parameters())
+    plain.param_groups[0] = {name: n for name, n in plain.param_groups[0].items() if "guarded_" not in name}
+    tool(tmp_path / "plain", model, plain, saves=True)
     if tool is _by_file:
-        _guard(optimizer)
-        _train(model, optimizer, 0, 5)
-        assert optimizer.metrics()["skipped_steps"] == 1
-        with pytest.warns(match="the guard starts over"):
-            tool(tmp_path, model, optimizer, saves=False)
-    else:
-        tool(tmp_path, model, optimizer, saves=False)
-        _guard(optimizer)
-    assert [n for name, n in optimizer.param_groups[0].items() if name.startswith("guarded_")] == [0] * 9
-    assert optimizer.state_dict()["state"][0]["step"] == 1
+        _train(resumed, _guard(last), 0, 5)
+    with pytest.warns(match="the guard starts over") if tool is _by_file else nullcontext():
+        tool(tmp_path / "plain", resumed, last, saves=False)
+    if tool is not _by_file:
+        _guard(last)
+    assert [n for name, n in last.param_groups[0].items() if "guarded_" in name] == [0] * 9
+    assert last.state_dict()["state"][0]["step"] == first.state[next(saved.parameters())]["step"]

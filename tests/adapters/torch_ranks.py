@@ -28,6 +28,11 @@ def on_ranks(world_size, work):
         mp.start_processes(_in_process, (world_size, folder, work), nprocs=world_size, start_method="forkserver")
 
 
+def local(tensor):
+    """Return the part of a tensor that this rank has, without its graph."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
 def local_parameters(module):
     """Return the parameters of a module, of sharded ones the part of this rank."""
-    return [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+    return [local(param) for param in module.parameters()]
