@@ -10,8 +10,6 @@ import pytest
 from lossscale_core import (
     BaseScaling,
     DynamicScaling,
-    FixedScaling,
-    NoScaling,
     ScaleWatch,
     SpikeGuard,
     all_finite,
@@ -22,7 +20,6 @@ from lossscale_core import (
     load_policy,
     metrics,
     policy_from_dict,
-    scale,
     select,
     state_from_dict,
     state_to_dict,
@@ -32,14 +29,13 @@ from lossscale_core import (
 from lossscale_core.adapters import check_guard, check_setting, guard_state_from_dict, warn_caller
 from lossscale_core.errors import CheckpointError, CheckpointWarning, LossScaleError, PolicyError
 from lossscale_core.testing import simulate, simulate_gradients
-from tests.core.own_policies import BareAdditiveScaling
 
 POLICY = DynamicScaling()
 STATE = POLICY.init_state()
 SAVED = state_to_dict(STATE)
 GUARD = SpikeGuard()
 SAVED_GUARD = state_to_dict(STATE, guard=GUARD.init_state())
-GRADS, FIXED = {"w": np.ones(3, np.float32)}, FixedScaling(2.0**16).init_state()
+GRADS = {"w": np.ones(3, np.float32)}
 READ = guard_state_from_dict
 RUN = {"policy": "dynamic", "grads_finite": [True, True]}
 RECORDS = np.rec.array([(1.0, 2)], dtype=[("a", "f4"), ("n", "i4")])
@@ -47,94 +43,69 @@ TORCHS = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth
 FOREIGN = types.SimpleNamespace(dtype="float32")  # without a namespace
 OPTIMIZER_STATE = types.SimpleNamespace(scale_state=STATE)
 ENSEMBLE = STATE._make(np.stack([field] * 3) for field in STATE)
-_log, _update, _set = ScaleWatch().log, POLICY.update, check_setting
 
-COUNT = "must be a whole number from 1 to 2**31 - 1; pass "
 SCALE = "2**-126 to 2**126"
 NOT_A_POLICY = "is not a loss-scaling policy; pass a policy such as DynamicScaling(), 'dynamic', 'none', a num"
 CALL_UPDATE = "call update(state, grads_finite)"
-SEQUENCE = "must be a sequence of bools"
+CALL_SIMULATE = "call simulate(policy, grads_finite)"
 FROM_TOOL = "for the config of another tool run: lossscale policy convert FILE, or call lossscale.from_tool"
 READS_TORCH = "if another tool such as torch saved it, lossscale.state_from_tool('torch', saved)"
 STATE_CALLS = {
     "metrics(state)": (metrics,),
     "state_to_dict(state, policy)": (state_to_dict,),
     "diagnose(policy, state)": (diagnose, POLICY),
-    "log(policy, state)": (_log, POLICY),
+    "log(policy, state)": (ScaleWatch().log, POLICY),
 }
 SETTINGS = {
-    "init_scale": [(value, SCALE) for value in (math.inf, math.nan, 10**400, True)],
+    "init_scale": [(value, SCALE) for value in (math.nan, 10**400, True)],
     "growth_factor": [(1.0 + 2.0**-30, "above 1")],
     "backoff_factor": [(value, "between 0 and 1") for value in (0.0, 1.0 - 2.0**-25)],
-    "growth_interval": [(value, "a whole number from 1 to 2**31 - 1") for value in (0, False, "500", 2**31, 2000.5)],
-    "hysteresis": [(value, "a whole number from 1 to 2**31 - 1") for value in (0, math.inf)],
+    "growth_interval": [(value, "a whole number from 1 to 2**31 - 1") for value in (0, "500", 2**31, 2000.5)],
     "cooldown": [(-1, "a whole number from 0")],
     "refill_on_finite": [(1, "True or False")],
-    "refill_on_backoff": [("yes", "True or False")],
-    "min_scale": [(value, f"{SCALE}, where") for value in (0, 2.0**-127)],
+    "min_scale": [(2.0**-127, f"{SCALE}, where")],
     "max_scale": [(2.0**127, SCALE)],
     "max_overflow_streak": [(0, "None or a whole number")],
 }
 ENTRIES = {
-    "version": [(value, "1; pass a dict that state_to_dict") for value in (None, "1", True, 0, 2, 1.5)],
-    "loss_scale": [(value, "a positive finite number") for value in (0.0, -4.0, math.inf, True, "1", 10**400)],
+    "version": [(value, "1; pass a dict that state_to_dict") for value in (True, 2)],
+    "loss_scale": [(value, "a positive finite number") for value in (0.0, math.inf, True)],
     "steps": [(value, "a whole number from 0 that fits int32") for value in (1.5, 2**31, -5)],
-    "growth_tracker": [(value, "a whole number from -2147483648 that") for value in (math.inf, -(2**31) - 1)],
-    "hysteresis_tracker": [(-1, "a whole number from 0")],
+    "growth_tracker": [(-(2**31) - 1, "a whole number from -2147483648 that")],
 }
 CONFIGS = [
     ({"kind": "dynamic", "growth_intervall": 3}, "growth_intervall' … did you mean 'growth_interval' … known:"),
     ({"kind": "dynamik"}, "dynamik … did you mean 'dynamic' … fixed"),
     ({"kind": ["dynamic"]}, "kind= … known:"),
     ({"kind": "fixed"}, "a 'fixed' policy needs init_scale; add it, as in init_scale = 1024.0"),
-    ({"kind": "none", "init_scale": 1.0}, "'init_scale' is not a key of a 'none' policy"),
     ([1], "table … kind = 'dynamic'"),
     ({"growth_interval": 3}, "no 'kind', but growth_interval; add kind = 'dynamic' (known: none, fixed, dynamic"),
     ({"train_batch_size": 8, "fp16": {"enabled": True}}, f"no 'kind' … {FROM_TOOL}"),
-    ({"kind": "dynamic", "loss_scale_window": 1000}, FROM_TOOL),
     ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
-    ({"tool": {"lossscale": {"kind": "dynamic"}}}, "no 'kind', but tool; add kind = 'dynamic' … outside of any table"),
 ]
 STRUCTURES = {
-    "['w']": [{"w": 1}, {"w": [1]}, {"w": (1, 2)}],
-    "['w'][1]": [{"w": [1, (2,)]}, {"w": [1, None]}],
-    "the top": [{"w": [1, 2], "x": 0}, [1]],
-}
-LEAVES = {
-    "float arrays": [np.zeros(0, object), np.zeros(0, "S1"), np.zeros(2, "V4"), np.array([None])],
-    "each field of it": [RECORDS, RECORDS[0]],
+    "['w']": [{"w": [1]}, {"w": (1, 2)}],
+    "['w'][1]": [{"w": [1, None]}],
+    "the top": [{"w": [1, 2], "x": 0}],
 }
 MISTAKES = {
     TypeError: [
         *((value, (8.0,), "takes 1 positional argument but 2 were given") for value in (DynamicScaling, SpikeGuard)),
         # arguments in another order
-        (_update, (True, STATE), f"state=True is not a state, since it has no loss_scale; {CALL_UPDATE}"),
-        (NoScaling().update, (True, STATE), CALL_UPDATE),
-        (_update, (STATE, GRADS), f"must be a bool of shape (); {CALL_UPDATE}, with what all_finite returned"),
-        (_update, (STATE, np.float32("nan")), "grads_finite=np.float32(nan) must be a bool of shape ()"),
-        (_update, (STATE, np.array([True])), "must be a bool of shape ()"),
-        (diagnose, (POLICY, None), "state=None is not a state, since it has no loss_scale"),
-        (_log, (POLICY, POLICY), "call log(policy, state), with a state that init_state"),
-        (state_to_dict, (POLICY, STATE), "call state_to_dict(state, policy)"),
-        (metrics, (POLICY,), "call metrics(state), with a state that init_state or update returned"),
-        (simulate, ([True, False], POLICY), "call simulate(policy, grads_finite)"),
-        (simulate, (POLICY, 5), f"grads_finite=5 {SEQUENCE}"),
-        (simulate, (POLICY, "0010"), SEQUENCE),
-        *((simulate, (POLICY, [True, flag]), SEQUENCE) for flag in (None, "x", math.nan, 0.5)),
+        (POLICY.update, (True, STATE), f"state=True is not a state, since it has no loss_scale; {CALL_UPDATE}"),
+        (POLICY.update, (STATE, GRADS), f"must be a bool of shape (); {CALL_UPDATE}, with what all_finite returned"),
+        (POLICY.update, (STATE, np.array([True])), "must be a bool of shape ()"),
+        (simulate, ([True, False], POLICY), f"must be a sequence of bools; {CALL_SIMULATE}"),
+        *((simulate, (POLICY, wrong), CALL_SIMULATE) for wrong in ("0010", [True, 0.5])),
         (SpikeGuard().check, (1.0, STATE), "state=1.0 is not a state of a guard; call check(state, norm)"),
         # gradients
         (gradient_range, (3,), "grads_at=3 must be a function of a loss scale that returns gradients by name"),
-        *(
-            (gradient_range, (lambda scale, grads=grads: grads,), "returns gradients by name, but returned")
-            for grads in (None, [np.ones(2)], {})
-        ),
+        (gradient_range, (lambda scale: [np.ones(2)],), "returns gradients by name, but returned"),
+        (gradient_range, (lambda scale: {},), "returns gradients by name, but returned {}"),
         (all_finite, ([FOREIGN],), "xp="),
-        *(
-            (verb, (leaf, *state), f"a leaf of dtype … is not a gradient; pass {words}")
-            for words, leaves in LEAVES.items()
-            for leaf in leaves
-            for verb, *state in ((all_finite,), (unscale, FIXED), (scale, FIXED))
-        ),
+        (all_finite, (np.zeros(0, object),), "a leaf of dtype object is not a gradient; pass float arrays"),
+        (all_finite, (np.zeros(2, "V4"),), "a leaf of dtype |V4 is not a gradient; pass float arrays"),
+        (unscale, (RECORDS, STATE), "a leaf of dtype … is not a gradient; pass each field of it"),
         # the state of an optimizer, and of an ensemble
         *(
             (call, (*first, OPTIMIZER_STATE), f"is not a state of a policy, but holds one; call {right}, with its sc")
@@ -147,13 +118,12 @@ MISTAKES = {
         ),
     ],
     ValueError: [
-        (step_info, (_update(STATE, True), STATE), "0 steps after 1; call step_info(before, after)"),
+        (step_info, (POLICY.update(STATE, True), STATE), "0 steps after 1; call step_info(before, after)"),
         # norms without a guard, a guard without norms, and another number of them than of steps
         *((simulate, {**RUN, **arguments}, "norms") for arguments in ({"norms": [1.0]}, {"guard": GUARD})),
         (simulate, {**RUN, "norms": [1.0], "guard": GUARD}, "norms"),
-        (simulate_gradients, ([1.0], POLICY), "call simulate_gradients(policy, gradient_max)"),
-        (simulate_gradients, (POLICY, [0.0, -3.0, -4.0]), "must hold a number from 0"),
-        (simulate_gradients, (POLICY, [[1.0]]), "must hold a number from 0 for each step"),
+        (simulate_gradients, (POLICY, [0.0, -3.0]), "must hold a number from 0 … call simulate_grad"),
+        *((simulate_gradients, (POLICY, wrong), "must hold a number from 0") for wrong in ([[1.0]], POLICY)),
         (simulate_gradients, (POLICY, [1.0], "float8"), "float16, bfloat16"),
         *(
             (select, (True, {"w": [1, 2]}, other), f"structures differ … {place}")
@@ -174,18 +144,16 @@ MISTAKES = {
         *((restore, (TORCHS,), f"has no version, but scale, … {READS_TORCH}") for restore in (state_from_dict, READ)),
         *(
             (READ, ({**SAVED_GUARD, "guard": {**SAVED_GUARD["guard"], name: value}},), f"{name}={value} … must be a")
-            for name, value in (("mean", math.nan), ("deviation", -1.0), ("spikes", 1.5))
+            for name, value in (("mean", math.nan), ("deviation", -1.0))
         ),
         (READ, ({**SAVED_GUARD, "guard": {"deviation": 1.0, "norms": 1, "streak": 0}},), "has no mean, spikes"),
     ],
     PolicyError: [
         (as_policy, ("dynamik",), "'dynamik' is not a loss-scaling policy; did you mean 'dynamic'? pass a policy"),
-        *((as_policy, (value,), f"{value!r} {NOT_A_POLICY}") for value in ("1024", "cuda", NoScaling, None, True, [])),
+        *((as_policy, (value,), f"{value!r} {NOT_A_POLICY}") for value in ("1024", DynamicScaling, True)),
         (as_policy, (STATE,), "is a state and not a policy; pass its policy in this place"),
-        (as_policy, (0,), "init_scale=0 must be a number from"),
         *((policy_from_dict, (config,), words) for config, words in CONFIGS),
         (load_policy, (3,), "3 is not the path of a .toml or .json file; call load_policy('policy.toml')"),
-        (dump_policy, (BareAdditiveScaling(), "policy.toml"), "BareAdditiveScaling"),
         (dump_policy, (POLICY, "policy.ini"), ".toml or .json"),
         (type, ("Mine", (BaseScaling,), {"kind": "dynamic"}), "kind='dynamic' is taken by DynamicScaling"),
         # settings
@@ -199,18 +167,13 @@ MISTAKES = {
         (DynamicScaling, {"min_scale": 8.0, "max_scale": 4.0}, "min_scale=8.0 must not exceed max_scale=4.0; lower"),
         (check_guard, (POLICY,), "must be a SpikeGuard; pass SpikeGuard(), or leave it out"),
         (SpikeGuard, {"threshold": 0.5}, "threshold=0.5 must be a number from 1"),
-        (SpikeGuard, {"memory": 0}, "memory=0 must be a whole number from 1"),
-        (SpikeGuard, {"warmup": 1.5}, "warmup=1.5 must be a whole number from 1"),
-        (SpikeGuard, {"warmup": 0}, "warmup=0 must be a whole number from 1 to 2**24; pass 16"),
+        (SpikeGuard, {"memory": 0}, "memory=0 must be a whole number from 1 to 2**24"),
         (SpikeGuard, {"warmup": 2**24 + 1}, "warmup=16777217 must be a whole number from 1 to 2**24"),
         (SpikeGuard, {"max_streak": 0}, "max_streak=0 must be None or a whole number"),
         # Adapters check the numbers that they take in addition to a policy as settings are checked.
-        (_set, ("max_norm", math.nan), "max_norm=nan must be a number from 0; pass math.inf for no clipping"),
-        (_set, ("max_norm", [["1" * 150] * 6] * 6), "11111... must be a number from 0"),
-        (_set, ("max_norm", "1.0"), "max_norm='1.0' must be a number from 0; pass math.inf for no clipping"),
-        (_set, ("global_clipnorm", 0), "global_clipnorm=0 must be a positive number; pass math.inf for no clipping"),
-        (_set, ("accumulation_steps", True), f"accumulation_steps=True {COUNT}1, or leave it out"),
-        (_set, ("accumulation_steps", 1.5), f"accumulation_steps=1.5 {COUNT}1, or leave it out"),
+        (check_setting, ("max_norm", math.nan), "max_norm=nan must be a number from 0; pass math.inf for no clip"),
+        (check_setting, ("max_norm", [["1" * 150] * 6] * 6), "11111... must be a number from 0"),
+        (check_setting, ("global_clipnorm", 0), "global_clipnorm=0 must be a positive number; pass math.inf"),
     ],
 }
 """The errors, each with calls, arguments and words of the message, in which … stands for other words."""
@@ -230,10 +193,7 @@ def test_a_mistake_is_explained(error, call, arguments, words, tmp_path, monkeyp
     assert [*tmp_path.iterdir()] == []
 
 
-PASSED = ["lossscale", "lossscale_core", "lossscale_jax", "lossscale_keras", "lossscale_tf", "lossscale_torch"]
-
-
-@pytest.mark.parametrize("package", [*PASSED, "jax", "keras", "tensorflow", "tf_keras", "torch"])
+@pytest.mark.parametrize("package", ["lossscale_core", "lossscale_torch", "jax", "keras", "torch"])
 def test_a_warning_points_at_the_program(package):
     """`warn_caller` names the line of the program, not a line of a library between the program and the adapter."""
     adapter = {"__name__": "an_adapter.loops", "warn_caller": warn_caller, "Told": CheckpointWarning}

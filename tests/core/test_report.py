@@ -14,21 +14,14 @@ from lossscale_core import (
     FixedScaling,
     NoScaling,
     SpikeGuard,
-    StepInfo,
     check_limits,
     diagnose,
     dump_policy,
     init_state,
     metrics,
-    policy_to_dict,
     step_info,
 )
-from lossscale_core.adapters import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    GradientReport,
-    OverflowReport,
-)
+from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, GradientReport, OverflowReport
 from lossscale_core.errors import OverflowStreakError
 from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling
 from tests.strategies import flags
@@ -50,18 +43,14 @@ DIAGNOSES = [
     (DynamicScaling(growth_interval=1), "1T 1F " * 100, "healthy.*"),  # by design
     (UNBOUNDED, "20F 300T", "skipping too often: .* has fallen to 0.0625.*"),
     (DynamicScaling(min_scale=0.1), "40F", "stuck at min_scale.*"),  # a bound that float32 does not hold
-    (
-        DynamicScaling(),
-        "40F",
-        f"stuck at min_scale: the last 40 steps in a row .* below 1. {UNCLEARED}, or lower min_scale.",
-    ),
+    (DynamicScaling(), "40F", f"stuck at min_scale: the last 40 .* below 1. {UNCLEARED}, or lower min_scale."),
     (UNBOUNDED, "200F", rf"stuck at min_scale: .* below 2\*\*-126. {UNCLEARED}\."),  # it cannot be lower
     (UNBOUNDED, "3T 1F 6T " * 50 + "3T 1F 1T", f"skipping too often.*{LOOK}."),
     (FixedScaling(8.0), "8F", "skipping too often: .* A scale of 8 is too large .* lower it, or use DynamicScaling."),
     (
         AT_CEILING,
         "1T",
-        "pressing against max_scale: .* gradients of the scaled loss; .* give the loss a larger weight.",
+        "pressing against max_scale: .* of the scaled loss; .* give the loss a larger weight.",
     ),
     # A longer growth_interval helps only a scale that has grown.
     (FALLING, "5T 1F " * 20, "healthy.*"),  # overflows that lower the first scale are normal
@@ -70,11 +59,7 @@ DIAGNOSES = [
     # A run in bfloat16 has no scale.
     (NoScaling(), "", "not started: no step yet."),
     (NoScaling(), "1T 1F", "healthy: 1 of 2 steps skipped."),
-    (
-        NoScaling(),
-        "200F",
-        rf"skipping too often: the last 200 steps in a row overflowed \(200 of 200 .*\). {UNCLEARED}.",
-    ),
+    (NoScaling(), "8F", rf"skipping too often: the last 8 steps in a row overflowed \(8 of 8 .*\). {UNCLEARED}."),
     # Policies of a user: by their bounds, their interval, and what an overflow costs.
     (AdditiveScaling(max_overflow_streak=3), "3F", "skipping too often: overflow_streak=3 has reached.*"),
     (BareAdditiveScaling(), "8F", f"skipping too often.*{UNCLEARED}."),
@@ -121,41 +106,29 @@ def test_metrics_have_stable_names():
     assert (numbers["applied_steps"], numbers["skipped_steps"]) == (2, 1)
     assert json.loads(json.dumps(numbers)) == numbers
     assert {name for name, value in numbers.items() if type(value) is not int} == {"loss_scale", "norm_mean"}
-    assert json.dumps(metrics(init_state(DynamicScaling(), xp=np)))
     assert metrics(init_state(DynamicScaling(), xp=array_api_strict))["steps"].dtype == array_api_strict.int32
-
-
-def test_an_impossible_scale_is_broken():
-    """`diagnose` calls a state with a scale that no policy reaches broken."""
-    for scale in (0.0, -1.0, float("nan"), float("inf"), 1e-40):
-        state = _after(DynamicScaling(), "1T 1F")._replace(loss_scale=np.float32(scale))
-        assert diagnose(DynamicScaling(), state).startswith("broken")
 
 
 def test_the_policy_limits_a_streak(tmp_path):
     """`check_limits` raises at `max_overflow_streak` overflows in a row, for each source of a policy."""
     policy = DynamicScaling(max_overflow_streak=3)
     dump_policy(policy, tmp_path / "p.toml")
-    state, full = _after(policy, "3F"), policy.init_state()._replace(overflow_streak=FULL)
-    for source in (policy, tmp_path / "p.toml", policy_to_dict(policy)):
+    words = r"overflow_streak=3 has reached max_overflow_streak=3 at .*2\*\*13;"
+    for source in (policy, tmp_path / "p.toml"):
         check_limits(source, _after(policy, "1T 2F"))
-        with pytest.raises(
-            OverflowStreakError, match=r"overflow_streak=3 has reached max_overflow_streak=3 at .*2\*\*13;"
-        ):
-            check_limits(source, state)
-        assert diagnose(source, state) == diagnose(policy, state)
-    for unlimited in ("dynamic", 1024.0):
-        check_limits(unlimited, _after(policy, "100F"))
+        with pytest.raises(OverflowStreakError, match=words):
+            check_limits(source, _after(policy, "3F"))
+    check_limits("dynamic", _after(policy, "100F"))
+    full = policy.init_state()._replace(overflow_streak=FULL)
     with pytest.raises(OverflowStreakError):  # a streak that cannot count further does not become negative
         check_limits(dataclasses.replace(policy, max_overflow_streak=int(FULL)), policy.update(full, False))
 
 
-@pytest.mark.parametrize("xp", [None, np, array_api_strict])
-@pytest.mark.parametrize("streak", [0, 3, FULL])
+@pytest.mark.parametrize("xp", [None, array_api_strict])
+@pytest.mark.parametrize("streak", [0, FULL])
 @pytest.mark.parametrize("finite", [True, False])
 def test_an_applied_step_is_true(xp, streak, finite):
     """A `StepInfo` is true if and only if the step was applied, also if the counters are full."""
-    assert StepInfo(finite, 1.0, 1.0, streak)[4:] == (False, False)  # where it is left out
     policy = DynamicScaling()
     before = policy.init_state()._replace(steps=FULL, skipped_steps=FULL, overflow_streak=np.int32(streak))
     if xp is not None:
@@ -166,6 +139,5 @@ def test_an_applied_step_is_true(xp, streak, finite):
     assert (info.loss_scale_used, info.loss_scale_after) == (before.loss_scale, after.loss_scale)
     assert info.overflow_streak == after.overflow_streak
     assert {np.shape(value) for value in info} == {()}
-    for spiked in (True, np.bool_(True)) if xp is None else (xp.asarray(True),):
-        info = step_info(before, after, spiked=spiked)
-        assert (bool(info.applied), bool(info.overflowed), bool(info.spiked)) == (False, False, True)
+    info = step_info(before, after, spiked=True if xp is None else xp.asarray(True))
+    assert (bool(info.applied), bool(info.overflowed), bool(info.spiked)) == (False, False, True)
