@@ -13,35 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lossscale_core import BaseScaling, ScaleState
+from lossscale_core import BaseScaling, ScaleState, select
 
 AdditiveState = namedtuple("AdditiveState", [*ScaleState._fields, "additions"])
 """The fields of `ScaleState`, and how often the scale was raised, in float32."""
-
-
-def updated(policy, state, grads_finite, xp):
-    """Return the state after a step, in the dtypes it had."""
-    if xp is not None:
-        return _updated(policy, state, grads_finite, xp)
-    new = _updated(policy, state, np.bool_(grads_finite), np)
-    return state._make(type(before)(after) for before, after in zip(state, new, strict=True))  # host scalars
-
-
-def _updated(policy, state, grads_finite, xp):
-    is_due = grads_finite & (state.growth_tracker >= policy.growth_interval - 1)
-    raised = state.loss_scale + policy.increment
-    raised = xp.where(raised < policy.max_scale, raised, policy.max_scale)
-    halved = state.loss_scale * 0.5
-    halved = xp.where(halved > policy.min_scale, halved, policy.min_scale)
-    return AdditiveState(
-        loss_scale=xp.where(grads_finite, xp.where(is_due, raised, state.loss_scale), halved),
-        growth_tracker=xp.where(grads_finite & ~is_due, state.growth_tracker + 1, 0 * state.growth_tracker),
-        hysteresis_tracker=state.hysteresis_tracker,
-        steps=state.steps + 1,
-        skipped_steps=xp.where(grads_finite, state.skipped_steps, state.skipped_steps + 1),
-        overflow_streak=xp.where(grads_finite, 0 * state.overflow_streak, state.overflow_streak + 1),
-        additions=xp.where(is_due, state.additions + 1.0, state.additions),
-    )
 
 
 class BareAdditiveScaling:
@@ -55,7 +30,21 @@ class BareAdditiveScaling:
 
     def update(self, state, grads_finite, *, xp=None):
         """Return the state after a step."""
-        return updated(self, state, grads_finite, xp)
+        is_due = state.growth_tracker >= self.growth_interval - 1
+        applied = state._replace(
+            loss_scale=select(is_due, state.loss_scale + self.increment, state.loss_scale, xp=xp),
+            growth_tracker=select(is_due, state.growth_tracker * 0, state.growth_tracker + 1, xp=xp),
+            overflow_streak=state.overflow_streak * 0,
+            additions=select(is_due, state.additions + 1.0, state.additions, xp=xp),
+        )
+        halved = state.loss_scale * 0.5
+        skipped = state._replace(
+            loss_scale=select(halved >= self.min_scale, halved, state.loss_scale, xp=xp),
+            growth_tracker=state.growth_tracker * 0,
+            skipped_steps=state.skipped_steps + 1,
+            overflow_streak=state.overflow_streak + 1,
+        )
+        return select(grads_finite, applied, skipped, xp=xp)._replace(steps=state.steps + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, FixedScaling, init_state, state_from_dict, state_to_dict
+from lossscale_core import DynamicScaling, FixedScaling, ScaleState, init_state, state_from_dict, state_to_dict
 from lossscale_core.errors import CheckpointError, CheckpointWarning
 from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling
 from tests.strategies import overflow_traces, policies
@@ -31,19 +31,18 @@ def test_saving_and_restoring_changes_nothing(policy, trace, cut):
         state = policy.update(state, finite)
 
 
-@pytest.mark.parametrize("xp", [np, array_api_strict])
-def test_a_saved_state_is_plain(xp):
+def test_a_saved_state_is_plain():
     """A saved state has a version and plain numbers, the same for each array namespace."""
-    policy = DynamicScaling()
-    entries = state_to_dict(init_state(policy, xp=xp))
-    assert entries == state_to_dict(policy.init_state())
-    assert list(entries) == ["version", *policy.init_state()._fields]
-    assert {type(value) for value in entries.values()} == {int, float}
-    assert state_to_dict(init_state(policy, xp=xp), policy)["policy"]["kind"] == "dynamic"
+    for xp in (np, array_api_strict):
+        entries = state_to_dict(init_state("dynamic", xp=xp), "dynamic")
+        assert entries.pop("policy")["kind"] == "dynamic"
+        assert entries == SAVED
+        assert list(entries) == ["version", *ScaleState._fields]
+        assert {type(value) for value in entries.values()} == {int, float}
 
 
-@pytest.mark.parametrize("convert", [np.asarray, array_api_strict.asarray, lambda value: np.asarray(value)[()]])
-def test_arrays_of_no_dimension_are_numbers(convert, tmp_path):
+@pytest.mark.parametrize("convert", [np.asarray, array_api_strict.asarray])
+def test_arrays_of_no_dimension_are_numbers(convert):
     """A saved entry may be an array of shape (), as from `.npz` or safetensors, but not an array of another shape."""
     state = DynamicScaling().update(DynamicScaling().init_state(), False)
     entries = {name: convert(value) for name, value in state_to_dict(state).items()}
@@ -51,19 +50,15 @@ def test_arrays_of_no_dimension_are_numbers(convert, tmp_path):
     for name, wrong in (("version", convert(True)), ("steps", np.asarray([1]))):
         with pytest.raises(CheckpointError, match=rf"{name}=(True|array\(\[1\]\)) of the saved state must be"):
             state_from_dict({**entries, name: wrong})
-    np.savez(tmp_path / "state.npz", **entries)
-    with np.load(tmp_path / "state.npz") as archive:
-        assert state_from_dict(dict(archive)) == state
 
 
 @pytest.mark.parametrize(
     ("before", "policy", "scale"),
     [
         (2.0**16, FixedScaling(1024.0), 1024.0),
-        (2.0**16, "none", 1.0),
         (2.0**16, DynamicScaling(init_scale=2.0, max_scale=8.0), 8.0),
         # What another tool let grow or fall without bounds.
-        *((1e-40, None, 2.0**-126), (2.0**127, None, 2.0**126), (1e300, None, 2.0**126)),
+        *((1e-40, None, 2.0**-126), (1e300, None, 2.0**126)),
     ],
 )
 def test_a_loaded_scale_is_clamped(before, policy, scale):

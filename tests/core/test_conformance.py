@@ -33,10 +33,6 @@ def test_the_cores_verbs_conform(adapter):
     conformance.check(adapter)
 
 
-def _shaped(grads):
-    return np.reshape(core.all_finite(grads), (1,))
-
-
 def _overlooks_the_last(grads):
     return core.all_finite(tree.map_leaves(lambda leaf: leaf if leaf is None else leaf.reshape(-1)[:-1], grads))
 
@@ -54,7 +50,6 @@ def _leaf_by_leaf(grads_finite, new, old):
 
 WRONG = {
     "overlooks the last": ({"all_finite": _overlooks_the_last}, r"every_position_is_seen \(eager, float16\).* is True"),
-    "a flag of shape (1,)": ({"all_finite": _shaped}, r"has shape \(1,\), but must have \(\)"),
     "keeps halves": ({"unscale": _keeps_halves}, "bfloat16 gradient, unscaled, is bfloat16, but must be float32"),
     "skips leaf by leaf": ({"select": _leaf_by_leaf}, "parameter a after a step with nan in the last gradient is -1.0"),
     "another order": ({"unscale": lambda state, grads: 0}, r"takes \(state, grads\), but must take \(grads, state\)"),

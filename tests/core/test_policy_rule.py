@@ -1,13 +1,12 @@
-"""The update rule against an independent model in plain Python: on every short trace, and on random long ones."""
+"""The update rule against an independent model in plain Python."""
 
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling
+from lossscale_core import DynamicScaling
 from tests.strategies import overflow_traces, policies
 
 FULL = 2**31 - 1
@@ -25,8 +24,6 @@ class Model(NamedTuple):
 
 
 def _start(policy: Any) -> Model:
-    if isinstance(policy, NoScaling):
-        return Model(1.0)
     scale = _f32(policy.init_scale)
     if isinstance(policy, DynamicScaling):
         return Model(scale, growth=-policy.cooldown, hysteresis=policy.hysteresis)
@@ -67,43 +64,14 @@ def _dynamic_step(policy: DynamicScaling, m: Model, finite: bool) -> Model:
     return m._replace(scale=_back_off(policy, m.scale), hysteresis=refilled)
 
 
-def _agrees(state: Any, model: Model) -> bool:
-    return tuple(float(value) for value in state) == tuple(map(float, model[: len(state)]))
-
-
-SETTINGS = ("growth_interval", "hysteresis", "refill_on_finite", "refill_on_backoff", "cooldown")
-SMALL_POLICIES = [
-    NoScaling(),
-    FixedScaling(8.0),
-    *(
-        DynamicScaling(init_scale=8.0, min_scale=2.0, max_scale=32.0, **dict(zip(SETTINGS, values, strict=True)))
-        for values in itertools.product((1, 2, 3), (1, 2, 3), (True, False), (True, False), (0, 2))
-    ),
-]
-
-
-@pytest.mark.parametrize("policy", SMALL_POLICIES, ids=repr)
-def test_short_runs_agree_with_the_model(policy):
-    """A policy agrees with the model on all 8190 runs of up to twelve steps."""
-    level = [(policy.init_state(), _start(policy))]
-    for _ in range(12):
-        level = [
-            (policy.update(state, finite), _step(policy, model, finite))
-            for state, model in level
-            for finite in (True, False)
-        ]
-        for state, model in level:
-            assert _agrees(state, model), (state, model)
-    assert len(level) == 2**12
-
-
+@settings(max_examples=200)
 @given(policies(), overflow_traces())
-def test_long_runs_agree_with_the_model(policy, trace):
+def test_runs_agree_with_the_model(policy, trace):
     """A policy with any valid settings agrees with the model bit for bit."""
     state, model = policy.init_state(), _start(policy)
     for finite in trace:
         state, model = policy.update(state, finite), _step(policy, model, finite)
-        assert _agrees(state, model)
+        assert state == model
 
 
 @pytest.mark.parametrize("tracker", [10, FULL])
@@ -114,7 +82,7 @@ def test_a_tracker_beyond_the_interval_grows(tracker):
     assert (float(after.loss_scale), int(after.growth_tracker)) == (2.0**17, 0)
 
 
-@pytest.mark.parametrize("factor", [2.0, 4.0, 1000.0, 2.0**126])
+@pytest.mark.parametrize("factor", [2.0, 2.0**126])
 def test_growth_at_the_bound_is_silent(factor):
     """Growth at the upper bound keeps the scale there, without an overflow or a warning of NumPy."""
     for bound in (2.0**-126, 1.0, 2.0**126):
