@@ -23,26 +23,24 @@ pytestmark = [  # Dynamo's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
-SHAPES = {"()": lambda each: each.sum(), "(tokens,)": lambda each: each.sum(-1), "(tokens, experts)": lambda each: each}
 
 
 class Router(nn.Module):
-    """A layer with a router; it attaches the router's loss, or keeps it in `aux_loss` to be added."""
+    """A layer with a router; it attaches the router's losses, or keeps them in `aux_loss` to be added."""
 
-    def __init__(self, attach, shape):
+    def __init__(self, attach=None):
         super().__init__()
-        self.router, self.attach, self.shape = nn.Linear(8, 8), attach, shape
+        self.router, self.attach = nn.Linear(8, 8), attach
 
     def forward(self, x):
         shares = self.router(x).softmax(-1)
-        out, self.aux_loss = x + shares.to(x.dtype), SHAPES[self.shape](shares.float().square() * 0.1)
+        out, self.aux_loss = x + shares, shares.square() * 0.1
         return out if self.attach is None else self.attach(out, self.aux_loss)
 
 
-def _model(attach=None, shape="()"):
+def _model(attach=None):
     torch.manual_seed(0)
-    layers = (nn.Linear(4, 8), Router(attach, shape), nn.ReLU(), Router(attach, shape), nn.Linear(8, 1))
-    return nn.Sequential(*layers)
+    return nn.Sequential(nn.Linear(4, 8), Router(attach), nn.ReLU(), Router(attach), nn.Linear(8, 1))
 
 
 def _batch(seed=0):
@@ -51,13 +49,13 @@ def _batch(seed=0):
 
 def _loss(model, x):
     """Return the loss of a model, with those that its routers have not attached."""
-    loss = (model(x) - 1).float().square().mean()
+    loss = (model(x) - 1).square().mean()
     routers = [each for each in model.modules() if isinstance(each, Router) and each.attach is None]
     return sum([router.aux_loss.sum() for router in routers], loss)
 
 
-def _scaler(loss_scale, **settings):
-    return GradScaler("cpu", policy=FixedScaling(loss_scale), **settings)
+def _scaler(loss_scale):
+    return GradScaler("cpu", policy=FixedScaling(loss_scale))
 
 
 def _gradients(model, scaler):
@@ -66,39 +64,34 @@ def _gradients(model, scaler):
     return [param.grad for param in model.parameters()]
 
 
-def _added(shape="()", micro_batches=1):
+def _added(micro_batches=1):
     """Return the gradients of the loss with the auxiliary losses added to it, unscaled."""
-    model, scaler = _model(shape=shape), _scaler(1.0)
+    model, scaler = _model(), _scaler(1.0)
     for part in _batch().chunk(micro_batches):
         scaler.scale(_loss(model, part) / micro_batches).backward()
     return _gradients(model, scaler)
 
 
-CHECKPOINTS = {"plain": None, "checkpoint": False, "reentrant checkpoint": True}
-
-
-@pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**16, None])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**16, None])
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_gradients_are_those_of_the_sum(loss_scale, shape, micro_batches, how):
-    """Two attached losses of any shape, weighted by the user as the main loss; the first `attach` places the scale.
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_gradients_are_those_of_the_sum(loss_scale, micro_batches, reentrant):
+    """The user weights attached losses as the main loss; the first `attach` places the scale.
 
     A disabled scaler adds the loss as it is. The forward pass of a checkpoint runs twice, and the loss counts once.
     """
     scaler = _scaler(loss_scale) if loss_scale else GradScaler("cpu", enabled=False)
-    model = _model(lambda x, aux_loss: scaler.attach(x, aux_loss / micro_batches), shape)
-    for layer in model if how != "plain" else ():
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=CHECKPOINTS[how])
+    model = _model(lambda x, aux_loss: scaler.attach(x, aux_loss / micro_batches))
+    for layer in model if reentrant is not None else ():
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=reentrant)
     for part in _batch().chunk(micro_batches):
         scaler.scale(_loss(model, part.requires_grad_()) / micro_batches).backward()
-    assert same(_gradients(model, scaler), _added(shape, micro_batches))
+    assert same(_gradients(model, scaler), _added(micro_batches))
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**16])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("is_placed", [True, False])
-def test_compiled(loss_scale, backend, is_placed):
+def test_a_compiled_model_attaches(backend, is_placed):
     """The whole model is one graph once the scale is placed, and a new scale compiles nothing again."""
     torch._dynamo.reset()
     scaler = GradScaler("cpu", init_scale=4.0)
@@ -107,27 +100,25 @@ def test_compiled(loss_scale, backend, is_placed):
     model = _model(lambda x, loss: scaler.attach(x, loss))  # torch 2.6 cannot trace `scaler.attach` as an attribute
     model = torch.compile(model, backend=backend, fullgraph=is_placed)
     with torch._dynamo.config.patch(error_on_recompile=is_placed):
-        for scale in (4.0, loss_scale):
-            scaler.update(scale) if scale != 4.0 else None
+        for scale in (4.0, 2.0**16):
             model.zero_grad()
             scaler.scale(_loss(model, _batch())).backward()
             assert same([param.grad * (1.0 / scale) for param in model.parameters()], _added())
+            scaler.update(2.0**16)
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 2.0**8, 2.0**15])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64])
-def test_dtypes(dtype, loss_scale):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
+def test_losses_of_any_dtype_are_attached(dtype):
     """A float64 loss keeps its dtype, and the sum of a float16 one is made in float32; the activation is as it was."""
     half = torch.full((600,), 256.0, dtype=torch.float16, requires_grad=True)  # the sum is above 65504
     double = torch.tensor([1.0 / 3.0], dtype=torch.float64, requires_grad=True)
-    x, scaler = torch.ones(2, dtype=dtype), _scaler(loss_scale)
+    x, scaler = torch.ones(2, dtype=dtype), _scaler(2.0**15)
     out = scaler.attach(scaler.attach(x, double.square()), half)
     assert out.dtype is dtype
     assert torch.equal(out, x)
     scaler.scale(out.abs().sum()).backward()
-    assert double.grad.item() == loss_scale * 2.0 / 3.0
-    assert half.grad.dtype is torch.float16
-    assert torch.equal(half.grad.float() / loss_scale, torch.ones(600))
+    assert double.grad.item() == 2.0**16 / 3.0
+    assert torch.equal(half.grad, torch.full((600,), 2.0**15, dtype=torch.float16))
 
 
 def _on_two_ranks(rank, world_size):
@@ -145,61 +136,33 @@ def _on_two_ranks(rank, world_size):
             found.append([grad.full_tensor() if kind == "fsdp2" else grad for grad in _gradients(model, scaler)])
         assert same(*found)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-    weight = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
-    for x in (torch.ones(2, requires_grad=True), distribute_tensor(torch.ones(2), mesh, [Shard(0)]).requires_grad_()):
-        weight.grad, scaler = None, _scaler(256.0)
-        scaler.scale(scaler.attach(x, weight * weight).sum()).backward()
-        assert torch.equal(weight.grad.full_tensor(), torch.arange(4.0) * 512.0)
+    weight, scaler = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_(), _scaler(256.0)
+    scaler.scale(scaler.attach(torch.ones(2, requires_grad=True), weight * weight).sum()).backward()
+    assert torch.equal(weight.grad.full_tensor(), torch.arange(4.0) * 512.0)
 
 
-def test_on_ranks():
+def test_attached_losses_on_ranks():
     """DDP and FSDP2 average the gradients of attached losses as those of the main loss.
 
-    A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does; the activation may be one, too.
+    A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does.
     """
     on_ranks(2, _on_two_ranks)
 
 
-# What cannot hold
-
-
-@pytest.mark.parametrize("use", [lambda x, out: x, lambda x, out: x + 0 * out.detach()], ids=["discarded", "detached"])
-def test_what_cannot_hold(use):
-    """A result that does not reach the loss has no effect, as documented."""
-    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
-    x = weight * 2
-    scaler.scale(use(x, scaler.attach(x, 3 * weight)).sum()).backward()
-    assert torch.equal(weight.grad, torch.full((3,), 8.0))
-
-
-def test_a_gradient_within_the_graph_has_the_attached_loss():
-    """That of `autograd.grad`, as in a penalty, is of the sum, too; nothing is attached without gradients."""
-    weight, scaler = torch.nn.Parameter(torch.ones(3)), GradScaler("cpu", init_scale=4.0)
-    loss = scaler.scale(scaler.attach(weight * 2, 3 * weight).sum())
-    (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
-    assert torch.equal(grad, torch.full((3,), 20.0))
-    with torch.no_grad():
-        assert torch.equal(scaler.attach(weight, torch.ones(3, requires_grad=True)), weight)
-
-
-def test_a_copy_of_a_layer_shares_the_scaler_of_its_attached_loss():
-    """After skips the auxiliary gradients have the scale of the others."""
-    scaler, layer = GradScaler("cpu", init_scale=16.0), nn.Linear(2, 2, bias=False)
+def test_a_copied_layer_shares_its_scaler():
+    """After a change of the scale, its auxiliary gradients have the scale of the others."""
+    scaler, layer = GradScaler("cpu", init_scale=16.0), nn.Linear(1, 1, bias=False)
     layer.attach = scaler.attach
     layer = copy.deepcopy(layer)
-    optimizer, before = torch.optim.SGD(layer.parameters(), lr=1.0), layer.weight.detach().clone()
-    for value in (torch.inf, torch.inf, 0.0):
-        optimizer.zero_grad()
-        scaler.scale(layer.attach(layer(torch.full((1, 2), value)), layer.weight.sum()).sum() * 0.0).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == 4.0
-    torch.testing.assert_close(before - layer.weight, torch.ones(2, 2))
+    scaler.scale(torch.ones(()))
+    scaler.update(4.0)
+    scaler.scale(layer.attach(layer(torch.ones(1, 1)), layer.weight).sum()).backward()
+    assert layer.weight.grad.item() == 8.0
 
 
-def test_an_attached_loss_with_another_scaler_is_told():
+def test_another_scalers_attached_loss_warns():
     """As in a model that was loaded, or a scaler that was made a second time; once."""
-    layer, new = Router(GradScaler("cpu").attach, "()"), GradScaler("cpu")
+    layer, new = Router(GradScaler("cpu").attach), GradScaler("cpu")
     with pytest.warns(UserWarning, match="an attached loss takes its loss scale from a scaler that has"):
         new.scale(layer(torch.ones(1, 8)).sum()).backward()
     for attach in (layer.attach, new.attach):
