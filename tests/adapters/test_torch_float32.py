@@ -1,6 +1,5 @@
 """Modules that are kept in float32, and the plan that finds the modules to keep."""
 
-import copy
 import pickle
 
 import pytest
@@ -12,52 +11,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lossscale_torch import GradScaler, float32_plan, keep_in_float32, range_report
-from tests.adapters.overflowing_models import (
-    TRANSFORMERS,
-    Attention,
-    Experts,
-    make_loud,
-    model_of_timm,
-    model_of_transformers,
-)
+from tests.adapters.overflowing_models import Attention, Experts, model_of_transformers
 from tests.sweeping import IS_SWEEP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
 
 
-def _counted_plan(model, loss_fn):
-    """Return the plan, and the number of its forward and backward passes."""
-    passes = []
-
-    def counting():
-        passes.append("forward")
-        loss = loss_fn()
-        loss.register_hook(lambda _: passes.append("backward"))
-        return loss
-
-    return float32_plan(model, counting), len(passes)
-
-
-def _fits(model, loss_fn):
-    """Return whether no pass overflows at a loss scale of 1; some layers refuse a part of their inputs in float32."""
-    try:
-        report = range_report(model, loss_fn)
-    except RuntimeError:
-        return False
-    return report.forward_finite and report.overflows_above >= 1.0
-
-
 class Block(nn.Module):
-    """A residual block; it may add in place to a copy of its input in a given dtype, or have another norm."""
+    """A residual block; it may add to a copy of its input in float16, or have another norm."""
 
-    def __init__(self, gain, dtype=None, norm=None):
+    def __init__(self, gain, is_half=False, norm=None):
         super().__init__()
-        self.norm, self.linear, self.gain, self.dtype = norm or nn.LayerNorm(4), nn.Linear(4, 4), gain, dtype
+        self.norm, self.linear, self.gain, self.is_half = norm or nn.LayerNorm(4), nn.Linear(4, 4), gain, is_half
 
     def forward(self, x):
         y = self.gain * self.linear(self.norm(x))
-        return x + y if self.dtype is None else x.to(self.dtype(x), copy=True).add_(y)
+        return x.half().add(y.half()) if self.is_half else x + y
 
 
 class Net(nn.Module):
@@ -92,21 +62,19 @@ def _loss_fn(model, x, weight=1.0, dtype=torch.float32, autocast=True):
 # -- modules in float32 ------------------------------------------------------------------------------------------------
 
 
-def _in_units(model, dtype=torch.float32):
-    """Shard a model for float16; two units have their parameters in `dtype`, and what follows gets float16 again."""
+def _in_units(model):
+    """Shard a model for float16; two units are in float32, and what follows gets float16 again."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    fully_shard(model.blocks[1], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float16)
+    fully_shard(model.blocks[1], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float16)
     fully_shard(model.norm, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=HALF)
 
 
 WRAPPED = {
-    "alone": lambda model: model,
     "compiled": lambda model: torch.compile(model, backend="eager", fullgraph=True),
     "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
     "ddp": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
-    "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "fsdp2": _in_units,
 }
@@ -166,38 +134,16 @@ def test_inputs_of_a_kept_module():
     assert (out.dtype, x.dtype, x.unique().item()) == (torch.float32, torch.bfloat16, 2.0)
 
 
-@pytest.mark.parametrize("kind", ["alone", "compiled"])
-def test_a_kept_module_returns_half_precision_without_autocast(kind):
-    """Nothing casts the inputs of the layer that follows in a model in half precision."""
+def test_results_without_autocast_are_half():
+    """Nothing else casts the inputs of the layer that follows in a model in half precision."""
     model, x = _net(1.0, 1.0)
     expected = model(x)
     model.half()
     model.blocks[1].linear.float()
     keep_in_float32(model, "blocks.1.linear")
-    out = WRAPPED[kind](model)(x.half())
+    out = model(x.half())
     assert out.dtype is torch.half
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-
-
-def test_an_interrupt_leaves_no_module_in_float32():
-    """The modules before the interrupted one run as before."""
-
-    class Interrupted(nn.Linear):
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            if name == "forward":
-                raise KeyboardInterrupt
-
-    model = nn.Sequential(nn.Linear(4, 4), Interrupted(4, 4))
-    with pytest.raises(KeyboardInterrupt):
-        keep_in_float32(model, "*")
-    assert not any("forward" in vars(layer) for layer in model)
-
-
-def _half_later(model, x):
-    keep_in_float32(model, "blocks.1")
-    model.half()
-    model(x.half())
 
 
 def _weight_only(model, x):
@@ -213,12 +159,9 @@ def _unit_later(model, x):
 
 REFUSED = {
     "unknown": (lambda model, x: keep_in_float32(model, "blocks.1.linaer"), "nearest name is 'blocks.1.linear'"),
-    "no match": (lambda model, x: keep_in_float32(model, ["blocks.1", "*.mlp"]), r"'\*.mlp', which names no module"),
     "list": (lambda model, x: keep_in_float32(model, "blocks"), "'blocks', which names no module with a forward pass"),
     "half": (lambda model, x: keep_in_float32(model.half(), "blocks.1"), r"1 has .*float16; .* call float\(\) on it"),
-    "half later": (_half_later, r"call float\(\) on it before the optimizer"),
     "weight only": (_weight_only, "first is kept in float32 and its weights are used without calling it"),
-    "half unit": (lambda model, x: keep_in_float32(_in_units(model, torch.float16), "norm"), "a unit of its own"),
     "in a half unit": (_unit_later, r"'blocks.1'\), mp_policy=.*float32\)\); .* add output_dtype=torch.float16"),
 }
 
@@ -255,34 +198,12 @@ def _layers(*layers, gain=1.0):
     return model, torch.randn(8, 6, 4)
 
 
-class Between(nn.Module):
-    """A model that itself multiplies the results of its layers by a large gain, and adds them up."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.norm = nn.LayerNorm(4)
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = 1e6 * layer(self.norm(x)) + x
-        return self.norm(x)
-
-
 def _loud_head():
     model, x = _net(1.0)
     model.head.weight.data.mul_(1e4)
     return model, x
 
 
-def _seeded(model_type):
-    torch.manual_seed(0)
-    return model_type(), torch.randn(8, 4)
-
-
-LOUD, ALWAYS_HALF = (1.0, 1e6), {"dtype": lambda x: torch.half}
-HOPELESS = "(aten.add_); the loss is nan; no module can"
 MANY = nn.Sequential(*(nn.Identity() for _ in range(20)))
 NOTHING = (
     "before: backward overflows above ... \nkeep in float32: nothing\nafter: finite; ... ; 0 of 6 modules in float32"
@@ -291,16 +212,13 @@ PLANS = {
     "nothing": (lambda: _net(1.0), {}, [], NOTHING),
     "part behind others": (lambda: _net(1e6, norm=MANY), {}, ["blocks.0.linear"], "(aten.mul)"),
     "several": (lambda: _net(1e6, 1.0, 1e6), {}, ["blocks.0.linear", "blocks.2.linear"], "(or blocks.*.linear)\n"),
-    "half buffer": (lambda: _net(*LOUD, dtype=lambda x: x.dtype), {}, ["blocks.1"], "forward overflows in blocks.1"),
     # The experts add float16 to a buffer, which becomes float32 when the layer before them is kept.
-    "buffer later": (lambda: _layers(Experts(4, 1.0), gain=3e5), {}, ["0", "1"], "before: forward overflows in 0 ("),
+    "buffer later": (lambda: _layers(Experts(4), gain=3e5), {}, ["0", "1"], "before: forward overflows in 0 ("),
     "attention": (lambda: _layers(Attention(4, 1e2)), {}, ["1"], "before: forward overflows in 1 (aten.exp)"),
-    "always half": (lambda: _net(*LOUD, **ALWAYS_HALF), {}, [], f"in blocks.1 {HOPELESS}"),
-    "always half, nested": (lambda: _layers(nn.Sequential(Block(1e6, **ALWAYS_HALF))), {}, [], f"in 1.0 {HOPELESS}"),
+    "always half": (lambda: _layers(nn.Sequential(Block(1e6, True))), {}, [], "forward overflows in 1.0 ("),
     "loss in half": (lambda: _net(1.0), {"dtype": torch.half, "weight": 1e7}, [], "\nforward overflows in loss_fn"),
     "half loss": (_loud_head, {"dtype": None, "weight": 1e-4}, ["head"], "before: forward overflows in loss_fn (aten."),
-    "between": (lambda: _seeded(Between), {}, ["layers.0", "layers.1", "layers.2"], "(or layers.*)\n"),
-    "backward, between": (lambda: _seeded(Steep), {"weight": 1e4}, ["small"], "\nor keep nothing, and use"),
+    "between": (lambda: (Steep(), torch.randn(8, 4)), {"weight": 1e4}, ["small"], "\nor keep nothing, and use"),
     "large loss": (lambda: _net(1.0), {"weight": 1e9}, [], "min_scale=2**-2"),
     "backward": (lambda: _layers(Steep()), {"weight": 1e4}, ["1.small"], "\nor keep nothing, and use DynamicScaling("),
 }
@@ -315,21 +233,16 @@ def test_a_plan_names_modules_or_a_remedy(name):
     torch.manual_seed(0)
     make, options, modules, text = PLANS[name]
     model, x = make()
-    loss_fn = _loss_fn(model, x, **options)
-    plan = _require_minimal_plan(model, loss_fn, modules)
-    assert plan.patterns == plan.modules or name in ("several", "between")
+    plan = _require_plan(model, _loss_fn(model, x, **options), modules)
+    assert plan.patterns == plan.modules or name == "several"
     assert all(part in repr(plan) for part in text.split(" ... "))
     assert plan.after.forward_finite is ("\nafter: finite; use " in str(plan))
 
 
-def _require_minimal_plan(model, loss_fn, modules):
-    """Require a plan of these modules: none can be left out, and with all of them a step is applied."""
-    plan, passes = _counted_plan(model, loss_fn)
-    assert passes <= 8 + 2 * max(len(modules), 1)
+def _require_plan(model, loss_fn, modules):
+    """Require a plan of these modules, and a step that is applied with them; return the plan."""
+    plan = float32_plan(model, loss_fn)
     assert list(plan.modules) == modules
-    for left_out in modules:
-        with keep_in_float32(model, {*modules} - {left_out}):
-            assert not _fits(model, loss_fn)
     assert plan.after.forward_finite or not modules
     if plan.after.forward_finite:
         keep_in_float32(model, modules)
@@ -341,38 +254,24 @@ def _require_minimal_plan(model, loss_fn, modules):
 
 
 MODELS = {
-    "T5": (r"encoder.block.1.*wo", ["encoder.block.1.layer.1.DenseReluDense.wo"]),
-    "Whisper": (r".*encoder.layers.0.fc1", [f"model.encoder.layers.0.fc{number}" for number in (1, 2)]),
-    "Qwen2": (
-        r".*layers.1.mlp.(gate|up)_proj",
-        [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")],
-    ),
-    "Mistral": (r".*down_proj", [f"model.layers.{number}.mlp.down_proj" for number in range(3)]),
-    "Mamba": (r".*layers.1.*x_proj", ["backbone.layers.1.mixer"]),
-    "Swin": (
-        r".*mlp.fc2",
-        [f"swin.encoder.layers.{layer}.blocks.{block}.mlp.fc2" for layer in (0, 1) for block in (0, 1)],
-    ),
-    "ViT": (r"blocks.1.mlp.fc1", ["blocks.1.mlp.fc1", "blocks.1.mlp.fc2"]),
-    "EfficientNet": (r".*conv_dw", ["blocks.0.0.conv_dw", "blocks.1.0.conv_dw", "blocks.1.1.conv_dw"]),
+    "T5ForConditionalGeneration": ["encoder.block.1.layer.1.DenseReluDense.wo"],
+    "Qwen2ForCausalLM": [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")],
+    "MambaForCausalLM": ["backbone.layers.1.mixer"],
 }
-"""For models of transformers and timm the weights that are made large, and the modules of the plan."""
 
 
-@pytest.mark.parametrize("name", MODELS if IS_SWEEP else ["T5"])
-def test_a_plan_for_a_model_of_another_project(name, monkeypatch):
+@pytest.mark.parametrize("name", MODELS if IS_SWEEP else ["T5ForConditionalGeneration"])
+def test_a_plan_for_a_model_of_another_project(name):
     """A plan for a model that is made from its configuration is minimal, and a step with it is applied."""
     torch.manual_seed(0)
-    pattern, modules = MODELS[name]
-    model, loss_of_model = model_of_transformers(name) if name in TRANSFORMERS else model_of_timm(name, monkeypatch)
-    make_loud(model, pattern)
+    model, loss_of_model = model_of_transformers(name)
 
     def loss_fn():
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.float16):
             return loss_of_model()
 
-    _require_minimal_plan(model, loss_fn, modules)
+    _require_plan(model, loss_fn, MODELS[name])
 
 
 @pytest.mark.usefixtures("one_process")
@@ -394,11 +293,11 @@ def test_a_plan_under_fsdp2(autocast):
         float32_plan(*make())
     line, _, more = str(refused.value).partition(": ")[2].partition("; without autocast add ")
     model, loss_fn = make(line if autocast else line.replace("))", f", {more.split()[0]}))"))
-    plan = _require_minimal_plan(model, loss_fn, ["1"] if autocast else [])
+    plan = _require_plan(model, loss_fn, ["1"] if autocast else [])
     assert plan.after.forward_finite
 
 
-def test_a_plan_accepts_a_scale_of_one_and_reports_the_worst_batch():
+def test_a_plan_accepts_a_scale_of_one():
     """A loss scale of 1 is enough unless `at_least` is larger; `before` describes the batch that overflows first."""
     model, x = _net(1.0)
     largest = range_report(model, _loss_fn(model, x)).overflows_above
@@ -408,18 +307,9 @@ def test_a_plan_accepts_a_scale_of_one_and_reports_the_worst_batch():
     assert float32_plan(model, loss_fns, at_least=2.0).modules
 
 
-def test_a_plan_fits_all_batches_and_changes_nothing():
-    """Two of three batches overflow; gradients, buffers and random states stay as they were."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))
+def test_a_plan_fits_all_batches():
+    """Two of three batches overflow."""
+    model, x = _layers(nn.Linear(4, 4))
     nn.init.constant_(model[1].weight, 10.0)
-    x = torch.randn(8, 4)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    loss_fns = [_loss_fn(model, factor * x) for factor in (1.0, 1e4, -1e4)]
-    plan = float32_plan(model, loss_fns)
+    plan = float32_plan(model, [_loss_fn(model, factor * x) for factor in (1.0, 1e4, -1e4)])
     assert plan.modules == ("1",)
-    assert all((param.grad == 1).all() for param in model.parameters())
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
