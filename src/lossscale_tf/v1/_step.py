@@ -82,6 +82,9 @@ class Step:
         narrow = [cast_for(v, grad, inverse) for grad, v in pairs if v.dtype.size < max(grad.dtype.size, 4)]
         context = tf.distribute.get_replica_context()
         if narrow and context.num_replicas_in_sync > 1:
+            # In a graph for sessions, `all_reduce` looks for the variables of a differentiable input, and cannot find
+            # the variables of the second replica.
+            narrow = tf.nest.map_structure(tf.stop_gradient, narrow, expand_composites=True)
             narrow = context.all_reduce(tf.distribute.ReduceOp.SUM, narrow)
         finite = all_replicas(finite_when_unscaled(grads, loss_scale) & finite_when_unscaled(narrow))
         if not merges_replicas():
