@@ -1,4 +1,4 @@
-"""`import lossscale_tf` with and without the packages that it needs, and the names that a star import adds."""
+"""`import lossscale_tf` without the packages that it needs, and the names that a star import adds."""
 
 import subprocess
 import sys
@@ -12,27 +12,23 @@ WITHOUT_A_PACKAGE = """
 import sys
 
 class Missing:
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name, *_):
         if name == sys.argv[1]:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            raise ModuleNotFoundError(name=name)
 
 sys.meta_path.insert(0, Missing())
-try:
-    import lossscale_tf
-except ModuleNotFoundError as error:
-    print(error, error.name, error.__cause__.name)
+import lossscale_tf
 """
 
 
 @pytest.mark.parametrize("package", ["keras", "tensorflow"])
 def test_a_missing_package_names_its_command(package):
-    """The message names the missing package and the command to run. The original error is chained."""
+    """The message names the missing package and the command to run. Its cause is the original error."""
     command = [sys.executable, "-c", WITHOUT_A_PACKAGE, package]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said == (
-        f"lossscale_tf needs TensorFlow and Keras, and {package} is not installed; "
-        f'run: pip install "lossscale[tensorflow]" {package} {package}\n'
-    )
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    hint = f'{package} is not installed; run: pip install "lossscale[tensorflow]"'
+    for words in (f"lossscale_tf needs TensorFlow and Keras, and {hint}", "direct cause"):
+        assert words in said
 
 
 def test_a_star_import_keeps_keras():

@@ -56,16 +56,10 @@ def _tf_keras(config, folder):
     return step, saved, [from_tool("keras", optimizer.get_config()), _drop_in(**config)]
 
 
-V1_NAMES = {
-    "dynamic_growth_steps": "increment_period",
-    "initial_scale": "initial_loss_scale",
-    "multiplier": "multiplier",
-}
-
-
 def _compat_v1(config, folder):
     """Return the same of `DynamicLossScale`, and the entries of its checkpoint as `tf.train` lists them."""
-    arguments = {V1_NAMES[name]: value for name, value in config.items()}
+    names = {"initial_scale": "initial_loss_scale", "dynamic_growth_steps": "increment_period"}
+    arguments = {names.get(name, name): value for name, value in config.items()}
     loss_scale = tf.compat.v1.mixed_precision.DynamicLossScale(**arguments)
 
     def step(finite):
@@ -106,52 +100,42 @@ def test_the_drop_ins_read_intervals_alike(interval):
     assert contrib.growth_interval == contrib.hysteresis == policy.growth_interval + (interval == 2.5)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"initial_scale": None}, {"initial_scale": 64, "dynamic": False}])
-def test_the_drop_in_has_keras_defaults(arguments):
-    """The drop-in and `from_tool` read arguments of Keras that are left out, None, or for a fixed scale alike."""
-    assert _drop_in(**arguments) == from_tool("keras", arguments)
+ARGUMENTS = {
+    v1.FixedLossScale: {"loss_scale_value": [None, 0.5]},
+    v1.DynamicLossScale: {"initial_loss_scale": [None, 0.1], "increment_period": [None], "multiplier": [None, 0.5]},
+    v1.FixedLossScaleManager: {"loss_scale": [None, 0.5]},
+    v1.ExponentialUpdateLossScaleManager: {
+        "init_loss_scale": [None, 0.1],
+        "incr_every_n_steps": [None],
+        "decr_every_n_nan_or_inf": [None],
+        "incr_ratio": [None, 0.5],
+        "decr_ratio": [None, 3.0],
+    },
+    _drop_in: {"initial_scale": [], "dynamic_growth_steps": []},
+}
+"""The arguments of each drop-in, and values that this argument does not have."""
 
 
-EXPONENTIAL = {"init_loss_scale": 8.0, "incr_every_n_steps": 5}
-ARGUMENTS = [
-    (v1.FixedLossScale, {}, "loss_scale_value", [None, 0.5]),
-    (v1.DynamicLossScale, {}, "initial_loss_scale", [None, 0.1]),
-    (v1.DynamicLossScale, {}, "increment_period", [None]),
-    (v1.DynamicLossScale, {}, "multiplier", [None, 0.5]),
-    (v1.FixedLossScaleManager, {}, "loss_scale", [None, 0.5]),
-    (v1.ExponentialUpdateLossScaleManager, EXPONENTIAL, "init_loss_scale", [None, 0.1]),
-    (v1.ExponentialUpdateLossScaleManager, EXPONENTIAL, "incr_every_n_steps", [None]),
-    (v1.ExponentialUpdateLossScaleManager, EXPONENTIAL, "decr_every_n_nan_or_inf", [None]),
-    (v1.ExponentialUpdateLossScaleManager, EXPONENTIAL, "incr_ratio", [None, 0.5]),
-    (v1.ExponentialUpdateLossScaleManager, EXPONENTIAL, "decr_ratio", [None, 3.0]),
-    (_drop_in, {}, "initial_scale", []),
-    (_drop_in, {}, "dynamic_growth_steps", []),
-]
-"""A drop-in, its other arguments, and an argument with values that this argument does not have."""
-
-
-@pytest.mark.parametrize(
-    ("make", "others", "argument", "wrong"), ARGUMENTS, ids=lambda value: value if type(value) is str else ""
-)
-def test_an_argument_is_one_number(make, others, argument, wrong):
+@pytest.mark.parametrize("make", ARGUMENTS)
+def test_an_argument_is_one_number(make):
     """A wrong value is refused by the name of its argument; an array or a list of one element is a number."""
-    for value in (True, "abc", [2, 3], 10**400, float("nan"), *wrong):
-        with pytest.raises(PolicyError, match=f"^{argument}="):
-            make(**{**others, argument: value})
-    number = 0.25 if argument == "decr_ratio" else 4
-    arrays = [np.array(number)[()], np.float32(number), np.array([number]), tf.constant(number), tf.constant([number])]
-    numbers = [number, float(number), [number], *arrays]
-    assert len({repr(make(**{**others, argument: value})) for value in numbers}) == 1
+    right = {name: 0.25 if name == "decr_ratio" else 4 for name in ARGUMENTS[make]}
+    for argument, wrong in ARGUMENTS[make].items():
+        for value in (True, "abc", [2, 3], 10**400, float("nan"), *wrong):
+            with pytest.raises(PolicyError, match=f"^{argument}="):
+                make(**{**right, argument: value})
+    for form in (float, np.float32, tf.constant, lambda number: [number], lambda number: np.array([number])):
+        assert make(**{name: form(number) for name, number in right.items()}) == make(**right)
 
 
-@pytest.mark.parametrize("make", [tf_keras.optimizers.Adam, lambda: tf_keras.optimizers.SGD(momentum=0.9)])
-def test_a_checkpoint_of_tf_keras_restores_the_inner_optimizer(tmp_path, make):
-    """It restores the slots and the count of steps, which tf_keras's wrapper saved as its own."""
-    variable, theirs = tf.Variable([1.0, 2.0]), tf_keras.mixed_precision.LossScaleOptimizer(make())
+def test_checkpoints_of_tf_keras_load(tmp_path):
+    """The inner optimizer gets the slots and the count of steps, which tf_keras's wrapper saved as its own."""
+    variable = tf.Variable([1.0, 2.0])
+    theirs = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.Adam())
     for _ in range(3):
         theirs.apply_gradients([(tf.ones(2), variable)])
     path = tf.train.Checkpoint(optimizer=theirs).save(str(tmp_path / "theirs"))
-    ours = lossscale_tf.LossScaleOptimizer(make())
+    ours = lossscale_tf.LossScaleOptimizer(tf_keras.optimizers.Adam())
     ours.build([variable])
     status = tf.train.Checkpoint(optimizer=ours.inner_optimizer).restore(path)
     status.assert_existing_objects_matched().expect_partial()
