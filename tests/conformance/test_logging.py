@@ -3,9 +3,7 @@
 import csv
 import functools
 import gc
-import itertools
 import re
-import traceback
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,17 +17,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.util import tensor_util
 
 from lossscale_core import DynamicScaling
 from lossscale_core.testing import simulate
 from lossscale_jax import loss_scaled
 from lossscale_tf import LossScaleOptimizer
 from lossscale_torch import GradScaler
-from tests.adapters.jax_reading import reads_told
 
 pytestmark = pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
-PAGE = Path(__file__).parents[2] / "docs/logging.md"
+PAGE = (Path(__file__).parents[2] / "docs/logging.md").read_text(encoding="utf-8")
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=9)
 STEPS = 40
 OVERFLOWS = {10, 19, 30}
@@ -41,18 +37,10 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def _recipes():
-    """Return each recipe, by its heading, as compiled code with the line numbers of the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    found = {}
-    for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        heading = re.findall(r"^##+ (.+?)(?: \{.+\})?$", text[: block.start()], re.MULTILINE)[-1]
-        above = "\n" * text.count("\n", 0, block.start(1))
-        found[heading] = compile(above + block[1], str(PAGE), "exec")
-    return found
-
-
-RECIPES = _recipes()
+def _run_recipe(heading, names):
+    """Run the first program below a heading of the page, with these names, and add its own names."""
+    program = re.search(rf"^##+ {heading}\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1]
+    exec(program, names)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +69,7 @@ def _with_torch(log, fused=False):
         "batches": [tuple(map(torch.from_numpy, batch)) for batch in _batches()],
         "log": log,
     }
-    exec(RECIPES["PyTorch"], names)
+    _run_recipe("PyTorch", names)
 
 
 def _with_jax(log):
@@ -98,12 +86,12 @@ def _with_jax(log):
         "batches": [tuple(map(jnp.asarray, batch)) for batch in _batches()],
         "log": log,
     }
-    exec(RECIPES["JAX"], names)
+    _run_recipe("JAX", names)
 
 
 def _with_keras(log):
     names = {"log": log}
-    exec(RECIPES["Keras"], names)
+    _run_recipe("Keras", names)
     keras.utils.set_random_seed(0)
     inputs = keras.Input((3,), dtype="float32")
     outputs = keras.layers.Dense(1, dtype="mixed_float16")(inputs)
@@ -115,13 +103,8 @@ def _with_keras(log):
 
 
 def _read_events(folder="runs"):
-    events = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    scalars = {tag: {each.step: each.value for each in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
-    tensors = {
-        tag: {each.step: float(tensor_util.make_ndarray(each.tensor_proto)) for each in events.Tensors(tag)}
-        for tag in events.Tags()["tensors"]
-    }
-    return {**scalars, **tensors}
+    events = EventAccumulator(folder, size_guidance={"scalars": 0}).Reload()
+    return {name: {each.step: each.value for each in events.Scalars(name)} for name in NAMES}
 
 
 def _read_csv():
@@ -135,16 +118,6 @@ LOGGERS = {
     "A CSV file": (lambda names: names["file"].close(), _read_csv),
 }
 """How to end what each logger began, and how to read what it wrote."""
-
-
-def _logged(logger, loop):
-    """Run a loop with a logger, and return the numbers that were written."""
-    names = {}
-    exec(RECIPES[logger], names)
-    close, read = LOGGERS[logger]
-    loop(names["log"])
-    close(names)
-    return read()
 
 
 def _require_the_policys(written, numbers, steps):
@@ -173,28 +146,26 @@ class _Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
-def _lines_of_the_page():
-    """Return the number of the page's line that runs in this thread, the innermost one."""
-    lines = (frame.f_lineno for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename == str(PAGE))
-    return set(itertools.islice(lines, 1))
-
-
-def _marked(*headings):
-    """Return the numbers of the lines of these recipes that are marked with `# waits`."""
-    heading, marked = "", set()
-    for number, line in enumerate(PAGE.read_text(encoding="utf-8").splitlines(), 1):
-        heading = line.removeprefix("### ") if line.startswith("### ") else heading
-        if "  # waits" in line and heading in headings:
-            marked.add(number)
-    return marked
-
-
 LOOPS = {
-    "torch": ("PyTorch", _with_torch),
-    "torch, fused": ("PyTorch", functools.partial(_with_torch, fused=True)),
-    "jax": ("JAX", _with_jax),
-    "keras": ("Keras", _with_keras),
+    "torch": (_with_torch, "A CSV file"),
+    "torch, TensorBoard": (_with_torch, "TensorBoard"),
+    "torch, fused": (functools.partial(_with_torch, fused=True), "A CSV file"),
+    "jax": (_with_jax, "A CSV file"),
+    "keras": (_with_keras, "A CSV file"),
 }
+
+
+@pytest.mark.parametrize(("run", "logger"), LOOPS.values(), ids=LOOPS)
+def test_a_logger_has_the_policys_numbers(run, logger):
+    """The numbers of every tenth step are in the logger's own files."""
+    names = {}
+    _run_recipe(logger, names)
+    run(names["log"])
+    close, read = LOGGERS[logger]
+    close(names)
+    first = 10 if run is _with_keras else 0  # its recipe counts from 1
+    steps = list(range(first, first + STEPS, 10))
+    _require_the_policys(read(), steps, [step - bool(first) for step in steps])
 
 
 @pytest.fixture
@@ -206,45 +177,22 @@ def _wandb_ends():
 
 
 @pytest.mark.usefixtures("_wandb_ends")
-def test_weights_and_biases_has_what_the_loop_saw():
+def test_weights_and_biases_has_the_numbers():
     """Its summary has the numbers of the last step that is complete, each of them under its own name."""
-    names, seen = {}, {}
-    exec(RECIPES["Weights & Biases"], names)
-    _with_torch(lambda step, numbers: (seen.update({step: numbers}), names["log"](step, numbers)))
-    run = names.pop("run")
-    summary = dict(run.summary)
-    run.finish()
-    assert (list(seen), summary["_step"]) == ([0, 10, 20, 30], 20)  # the last step waits for more numbers
-    assert summary.items() >= {name: float(number) for name, number in seen[20].items()}.items()
+    names = {}
+    _run_recipe("Weights & Biases", names)
+    _with_torch(names["log"])
+    summary = dict(names["run"].summary)
+    names.pop("run").finish()
+    assert summary["_step"] == 20  # the last step waits for more numbers
+    assert (summary["loss_scale"], summary["applied"]) == (RAN.loss_scale_used[20], not RAN.skipped[20])
+    assert summary.keys() >= {*NAMES}
 
 
-def test_every_recipe_is_run():
-    """A recipe that is added to the page needs a line in this file."""
-    others = {"Lightning", "Weights & Biases"}
-    assert RECIPES.keys() == LOGGERS.keys() | {recipe for recipe, _ in LOOPS.values()} | others
-
-
-PAIRS = {*((loop, "A CSV file") for loop in LOOPS), *(("torch", logger) for logger in LOGGERS)}
-
-
-@pytest.mark.parametrize(("loop", "logger"), sorted(PAIRS))
-def test_a_logger_writes_what_the_loop_saw(loop, logger):
-    """The policy's numbers of every tenth step are in the logger's own files, and only the marked lines wait."""
-    recipe, run = LOOPS[loop]
-    lines = set()
-    with reads_told(lambda: lines.update(_lines_of_the_page())):
-        written = _logged(logger, run)
-    if loop == "jax":  # Keras reads its numbers itself, and on a CPU torch waits for none
-        assert lines == _marked(recipe, logger)
-    first = 10 if loop == "keras" else 0  # its recipe counts from 1
-    steps = list(range(first, first + STEPS, 10))
-    _require_the_policys(written, steps, [step - bool(first) for step in steps])
-
-
-def test_lightning_logs_what_the_scaler_did():
+def test_lightning_logs_the_policys_numbers():
     """Its own logger writes the four numbers every tenth step."""
     names = {"Module": _Module}
-    exec(RECIPES["Lightning"], names)
+    _run_recipe("Lightning", names)
     torch.manual_seed(0)
     module = names["LoggedModule"]()
     trainer = Trainer(
