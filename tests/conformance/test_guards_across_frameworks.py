@@ -8,14 +8,13 @@ import functools
 import itertools
 import json
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 from lossscale_core import state_to_dict
 from lossscale_core.errors import CheckpointWarning
 from tests.conformance.travelling import NEW, jax_wrapper, tensorflow_wrapper, torch_wrapper
-from tests.core.guarded_run import EXPECTED, GUARD, NORMS, OVERFLOWS, POLICY, SPIKES
+from tests.core.guarded_run import EXPECTED, GUARD, NORMS, POLICY
 from tests.jax_names import enable_x64
 
 SAVED_AT = 12
@@ -29,7 +28,6 @@ COMPILED = {
     "torch, clipping": functools.partial(torch_wrapper, max_norm=0.5),
     "jax, jit": jax_wrapper,
     "jax, clipping": functools.partial(jax_wrapper, max_norm=0.5),
-    "keras, clipping": functools.partial(tensorflow_wrapper, wrap=lambda train: train, global_clipnorm=0.5),
     "keras, graph": functools.partial(tensorflow_wrapper, global_clipnorm=0.5),
     "keras, XLA": functools.partial(tensorflow_wrapper, wrap=tf.function(autograph=False, jit_compile=True)),
 }
@@ -66,13 +64,6 @@ def _saved_by(framework):
     """Return the JSON text of a framework's checkpoint."""
     step = EAGER[framework](NEW, POLICY, GUARD)
     return json.dumps([step(norm).saved for norm in NORMS[:SAVED_AT]][-1])
-
-
-def test_the_run_is_not_trivial():
-    """A spike lies on either side of the checkpoint, which is in the middle of a streak."""
-    assert list(np.flatnonzero(EXPECTED.spiked)) == SPIKES
-    assert list(np.flatnonzero(EXPECTED.skipped)) == OVERFLOWS
-    assert json.loads(_saved_by("torch"))["guard"]["streak"] == 2.0
 
 
 @pytest.mark.parametrize(("origin", "target"), list(itertools.product([None, *EAGER], EAGER)))

@@ -45,20 +45,9 @@ ARGUMENTS = {
 """A right argument for each name of a parameter; those of a loss and of a state depend on the package."""
 
 
-def _of_scaler(method, *more):
-    """Return a function of an optimizer that calls a method of `GradScaler`."""
-
-    def call(optimizer):
-        scaler = lossscale_torch.GradScaler("cpu")
-        scaler.scale(torch.ones(()))
-        return getattr(scaler, method)(optimizer, *more)
-
-    return call, {"optimizer": None}
-
-
 CALLS = {
-    **{f"torch.{name}": _of_scaler(name) for name in ("unscale_", "step", "skip")},
-    "torch.unscale_and_clip_": _of_scaler("unscale_and_clip_", 1.0),
+    "torch.unscale_": (lossscale_torch.GradScaler("cpu").unscale_, {"optimizer": None}),
+    "torch.step": (lossscale_torch.GradScaler("cpu").step, {"optimizer": None}),
     "keras.LossScaleOptimizer": (lossscale_keras.LossScaleOptimizer, {"inner_optimizer": KERAS_SGD, "policy": POLICY}),
     "tf.LossScaleOptimizer": (lossscale_tf.LossScaleOptimizer, {"inner_optimizer": KERAS_SGD}),
     "value_and_grad of a state": (

@@ -7,34 +7,17 @@ import types
 import numpy as np
 import pytest
 
-from lossscale_core import (
-    BaseScaling,
-    DynamicScaling,
-    ScaleWatch,
-    SpikeGuard,
-    all_finite,
-    as_policy,
-    diagnose,
-    dump_policy,
-    gradient_range,
-    load_policy,
-    metrics,
-    policy_from_dict,
-    select,
-    state_from_dict,
-    state_to_dict,
-    step_info,
-    unscale,
-)
+import lossscale_core as core
+from lossscale_core import DynamicScaling, SpikeGuard, as_policy, state_from_dict
 from lossscale_core.adapters import check_guard, check_setting, guard_state_from_dict, warn_caller
 from lossscale_core.errors import CheckpointError, CheckpointWarning, LossScaleError, PolicyError
 from lossscale_core.testing import simulate, simulate_gradients
 
 POLICY = DynamicScaling()
 STATE = POLICY.init_state()
-SAVED = state_to_dict(STATE)
+SAVED = core.state_to_dict(STATE)
 GUARD = SpikeGuard()
-SAVED_GUARD = state_to_dict(STATE, guard=GUARD.init_state())
+SAVED_GUARD = core.state_to_dict(STATE, guard=GUARD.init_state())
 GRADS = {"w": np.ones(3, np.float32)}
 READ = guard_state_from_dict
 RUN = {"policy": "dynamic", "grads_finite": [True, True]}
@@ -51,10 +34,10 @@ CALL_SIMULATE = "call simulate(policy, grads_finite)"
 FROM_TOOL = "for the config of another tool run: lossscale policy convert FILE, or call lossscale.from_tool"
 READS_TORCH = "if another tool such as torch saved it, lossscale.state_from_tool('torch', saved)"
 STATE_CALLS = {
-    "metrics(state)": (metrics,),
-    "state_to_dict(state, policy)": (state_to_dict,),
-    "diagnose(policy, state)": (diagnose, POLICY),
-    "log(policy, state)": (ScaleWatch().log, POLICY),
+    "metrics(state)": (core.metrics,),
+    "state_to_dict(state, policy)": (core.state_to_dict,),
+    "diagnose(policy, state)": (core.diagnose, POLICY),
+    "log(policy, state)": (core.ScaleWatch().log, POLICY),
 }
 SETTINGS = {
     "init_scale": [(value, SCALE) for value in (math.nan, 10**400, True)],
@@ -99,26 +82,26 @@ MISTAKES = {
         *((simulate, (POLICY, wrong), CALL_SIMULATE) for wrong in ("0010", [True, 0.5])),
         (SpikeGuard().check, (1.0, STATE), "state=1.0 is not a state of a guard; call check(state, norm)"),
         # gradients
-        (gradient_range, (3,), "grads_at=3 must be a function of a loss scale that returns gradients by name"),
-        (gradient_range, (lambda scale: [np.ones(2)],), "returns gradients by name, but returned"),
-        (gradient_range, (lambda scale: {},), "returns gradients by name, but returned {}"),
-        (all_finite, ([FOREIGN],), "xp="),
-        (all_finite, (np.zeros(0, object),), "a leaf of dtype object is not a gradient; pass float arrays"),
-        (all_finite, (np.zeros(2, "V4"),), "a leaf of dtype |V4 is not a gradient; pass float arrays"),
-        (unscale, (RECORDS, STATE), "a leaf of dtype … is not a gradient; pass each field of it"),
+        (core.gradient_range, (3,), "grads_at=3 must be a function of a loss scale that returns gradients by name"),
+        (core.gradient_range, (lambda scale: [np.ones(2)],), "returns gradients by name, but returned"),
+        (core.gradient_range, (lambda scale: {},), "returns gradients by name, but returned {}"),
+        (core.all_finite, ([FOREIGN],), "xp="),
+        (core.all_finite, (np.zeros(0, object),), "a leaf of dtype object is not a gradient; pass float arrays"),
+        (core.all_finite, (np.zeros(2, "V4"),), "a leaf of dtype |V4 is not a gradient; pass float arrays"),
+        (core.unscale, (RECORDS, STATE), "a leaf of dtype … is not a gradient; pass each field of it"),
         # the state of an optimizer, and of an ensemble
         *(
             (call, (*first, OPTIMIZER_STATE), f"is not a state of a policy, but holds one; call {right}, with its sc")
             for right, (call, *first) in STATE_CALLS.items()
         ),
-        (step_info, (OPTIMIZER_STATE, OPTIMIZER_STATE), "but holds one; call step_info(before, after), with its sc"),
+        (core.step_info, (OPTIMIZER_STATE, OPTIMIZER_STATE), "call step_info(before, after), with its scale_state"),
         *(
             (call, (*first, ENSEMBLE), "leading axis of 3, … such as state._make(field[0] for field in state)")
             for call, *first in STATE_CALLS.values()
         ),
     ],
     ValueError: [
-        (step_info, (POLICY.update(STATE, True), STATE), "0 steps after 1; call step_info(before, after)"),
+        (core.step_info, (POLICY.update(STATE, True), STATE), "0 steps after 1; call step_info(before, after)"),
         # norms without a guard, a guard without norms, and another number of them than of steps
         *((simulate, {**RUN, **arguments}, "norms") for arguments in ({"norms": [1.0]}, {"guard": GUARD})),
         (simulate, {**RUN, "norms": [1.0], "guard": GUARD}, "norms"),
@@ -126,7 +109,7 @@ MISTAKES = {
         *((simulate_gradients, (POLICY, wrong), "must hold a number from 0") for wrong in ([[1.0]], POLICY)),
         (simulate_gradients, (POLICY, [1.0], "float8"), "float16, bfloat16"),
         *(
-            (select, (True, {"w": [1, 2]}, other), f"structures differ … {place}")
+            (core.select, (True, {"w": [1, 2]}, other), f"structures differ … {place}")
             for place, others in STRUCTURES.items()
             for other in others
         ),
@@ -152,10 +135,10 @@ MISTAKES = {
         (as_policy, ("dynamik",), "'dynamik' is not a loss-scaling policy; did you mean 'dynamic'? pass a policy"),
         *((as_policy, (value,), f"{value!r} {NOT_A_POLICY}") for value in ("1024", DynamicScaling, True)),
         (as_policy, (STATE,), "is a state and not a policy; pass its policy in this place"),
-        *((policy_from_dict, (config,), words) for config, words in CONFIGS),
-        (load_policy, (3,), "3 is not the path of a .toml or .json file; call load_policy('policy.toml')"),
-        (dump_policy, (POLICY, "policy.ini"), ".toml or .json"),
-        (type, ("Mine", (BaseScaling,), {"kind": "dynamic"}), "kind='dynamic' is taken by DynamicScaling"),
+        *((core.policy_from_dict, (config,), words) for config, words in CONFIGS),
+        (core.load_policy, (3,), "3 is not the path of a .toml or .json file; call load_policy('policy.toml')"),
+        (core.dump_policy, (POLICY, "policy.ini"), ".toml or .json"),
+        (type, ("Mine", (core.BaseScaling,), {"kind": "dynamic"}), "kind='dynamic' is taken by DynamicScaling"),
         # settings
         *(
             (DynamicScaling, {name: value}, f"{name}={value!r} must be … {rule} … ; pass ")
