@@ -163,7 +163,7 @@ class _Side:
             self.scaler = copy.deepcopy(scaler)
         elif event == "pickle" and self.make_scaler in (GradScaler, torch.amp.GradScaler):
             self.scaler = pickle.loads(pickle.dumps(scaler))
-        elif event == "fused" and not self.kinds[0].endswith(("legacy", "wrapped", "rmsprop", "foreach")):
+        elif event == "fused" and not self.kinds[0].endswith(("legacy", "wrapped", "rmsprop", "foreach", "momentum")):
             # As with Accelerate's patched `step`: what an optimizer takes is asked of it at each step.
             is_fused = getattr(self.optimizers[0], "_step_supports_amp_scaling", False)
             self.optimizers[0]._step_supports_amp_scaling = not is_fused and self.dtypes[0] is torch.float32
@@ -258,7 +258,13 @@ def _updating(base):
     return Updating
 
 
-KINDS = (lambda base: base, lambda base: base, _with_hook, _deciding, _checking, _updating)
+def _stepping(base):
+    """Step by torch's own methods."""
+    names = ("step", "_maybe_opt_step")
+    return type("Stepping", (base,), {name: getattr(torch.amp.GradScaler, name) for name in names})
+
+
+KINDS = (lambda base: base, lambda base: base, _with_hook, _deciding, _checking, _updating, _stepping)
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
