@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import gc
 import re
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 import torch
-import wandb
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -31,10 +29,6 @@ STEPS = 40
 OVERFLOWS = {10, 19, 30}
 RAN = simulate(POLICY, [step not in OVERFLOWS for step in range(STEPS)])
 NAMES = ["loss_scale", "applied", "overflow_share", "grad_norm"]
-ENVIRONMENT = {
-    "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_ERROR_REPORTING": "false",
-    "WANDB_CONFIG_DIR": ".", "WANDB_CACHE_DIR": ".", "WANDB_DATA_DIR": ".",
-}  # fmt: skip
 
 
 def _run_recipe(heading, names):
@@ -45,10 +39,8 @@ def _run_recipe(heading, names):
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch):
-    """Keep what the loggers write in a folder of the test, and off the network."""
+    """Keep what the loggers write in a folder of the test."""
     monkeypatch.chdir(tmp_path)
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 def _batches():
@@ -166,27 +158,6 @@ def test_a_logger_has_the_policys_numbers(run, logger):
     first = 10 if run is _with_keras else 0  # its recipe counts from 1
     steps = list(range(first, first + STEPS, 10))
     _require_the_policys(read(), steps, [step - bool(first) for step in steps])
-
-
-@pytest.fixture
-def _wandb_ends():
-    """Leave no process of W&B behind."""
-    yield
-    wandb.teardown()
-    gc.collect()  # it leaves the pipes of its process to the collector, which warns
-
-
-@pytest.mark.usefixtures("_wandb_ends")
-def test_weights_and_biases_has_the_numbers():
-    """Its summary has the numbers of the last step that is complete, each of them under its own name."""
-    names = {}
-    _run_recipe("Weights & Biases", names)
-    _with_torch(names["log"])
-    summary = dict(names["run"].summary)
-    names.pop("run").finish()
-    assert summary["_step"] == 20  # the last step waits for more numbers
-    assert (summary["loss_scale"], summary["applied"]) == (RAN.loss_scale_used[20], not RAN.skipped[20])
-    assert summary.keys() >= {*NAMES}
 
 
 def test_lightning_logs_the_policys_numbers():

@@ -41,17 +41,9 @@ def _keeps_halves(grads, state):
     return tree.map_leaves(lambda leaf: leaf if leaf is None else core.unscale(leaf, state).astype(leaf.dtype), grads)
 
 
-def _leaf_by_leaf(grads_finite, new, old):
-    """Skip only what overflowed itself."""
-    if isinstance(grads_finite, bool):
-        return core.select(grads_finite, new, old)
-    return tree.map_leaves(lambda a, b: a if a is None or core.all_finite(a) else b, new, old)
-
-
 WRONG = {
     "overlooks the last": ({"all_finite": _overlooks_the_last}, r"every_position_is_seen \(eager, float16\).* is True"),
     "keeps halves": ({"unscale": _keeps_halves}, "bfloat16 gradient, unscaled, is bfloat16, but must be float32"),
-    "skips leaf by leaf": ({"select": _leaf_by_leaf}, "parameter a after a step with nan in the last gradient is -1.0"),
     "another order": ({"unscale": lambda state, grads: 0}, r"takes \(state, grads\), but must take \(grads, state\)"),
     "one more parameter": ({"all_finite": lambda grads, *, axis: np.True_}, "also takes axis; make them keyword-only"),
     "a verb is missing": ({"select": None}, "select is missing; the five verbs are"),

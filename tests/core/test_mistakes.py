@@ -66,11 +66,6 @@ CONFIGS = [
     ({"train_batch_size": 8, "fp16": {"enabled": True}}, f"no 'kind' … {FROM_TOOL}"),
     ({}, "no 'kind', but nothing; add kind = 'dynamic'"),
 ]
-STRUCTURES = {
-    "['w']": [{"w": [1]}, {"w": (1, 2)}],
-    "['w'][1]": [{"w": [1, None]}],
-    "the top": [{"w": [1, 2], "x": 0}],
-}
 MISTAKES = {
     TypeError: [
         *((value, (8.0,), "takes 1 positional argument but 2 were given") for value in (DynamicScaling, SpikeGuard)),
@@ -108,11 +103,10 @@ MISTAKES = {
         (simulate_gradients, (POLICY, [0.0, -3.0]), "must hold a number from 0 … call simulate_grad"),
         *((simulate_gradients, (POLICY, wrong), "must hold a number from 0") for wrong in ([[1.0]], POLICY)),
         (simulate_gradients, (POLICY, [1.0], "float8"), "float16, bfloat16"),
-        *(
-            (core.select, (True, {"w": [1, 2]}, other), f"structures differ … {place}")
-            for place, others in STRUCTURES.items()
-            for other in others
-        ),
+        (core.select, (True, {"w": [1, 2]}, {"w": [1]}), "structures differ … ['w']:"),
+        (core.select, (True, {"w": [1, 2]}, {"w": (1, 2)}), "structures differ … ['w']:"),
+        (core.select, (True, {"w": [1, 2]}, {"w": [1, None]}), "structures differ … ['w'][1]:"),
+        (core.select, (True, {"w": 1}, {"w": 1, "x": 0}), "structures differ … the top"),
     ],
     FileNotFoundError: [(as_policy, ("missing.toml",), "No such file or directory: 'missing.toml'")],
     CheckpointError: [

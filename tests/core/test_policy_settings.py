@@ -42,15 +42,11 @@ def test_the_defaults_are_an_interface():
 def test_a_range_includes_its_ends():
     """A setting may have the smallest and the largest value of its range, which are exact in float32."""
     ends = {
-        "init_scale": (2.0**-126, 2.0**126),
         "growth_factor": (1.0 + 2.0**-23, 2.0**126),
         "backoff_factor": (2.0**-126, 1.0 - 2.0**-24),
-        "growth_interval": (1, 2**31 - 1),
-        "cooldown": (0, 2**31 - 1),
         "max_overflow_streak": (1, 2**31 - 1),
     }
     for name, values in ends.items():
         for value in values:
-            policy = DynamicScaling(**{"min_scale": 2.0**-126, "max_scale": 2.0**126, name: value})
-            assert getattr(policy, name) == value
+            assert getattr(DynamicScaling(**{name: value}), name) == value
     assert [SpikeGuard(warmup=count).warmup for count in (1, 2**24)] == [1, 2**24]
