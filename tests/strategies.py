@@ -14,14 +14,12 @@ _USUAL = {GROWTH_FACTOR: (1.0009765625, 16.0), BACKOFF_FACTOR: (0.0625, 0.999023
 _SCALES = ("min_scale", "init_scale", "max_scale")
 
 
-def policies(*kinds, powers_of_two=None):
+def policies(*kinds):
     """Return a strategy for valid policies of these kinds, or of the library's.
 
-    With `powers_of_two` scales and factors are powers of two, with which every framework agrees bit for bit; with False
-    they are any numbers, and with None half of the policies have each.
+    In half of the policies scales and factors are powers of two, with which every framework agrees bit for bit.
     """
-    choices = st.booleans() if powers_of_two is None else st.just(powers_of_two)
-    return st.tuples(st.sampled_from(kinds or LIBRARY_KINDS), choices).flatmap(
+    return st.tuples(st.sampled_from(kinds or LIBRARY_KINDS), st.booleans()).flatmap(
         lambda pair: _policies_of_kind(KINDS[pair[0]], pair[1])
     )
 

@@ -6,16 +6,8 @@ import re
 import pytest
 from hypothesis import given
 
-from lossscale_core import (
-    DynamicScaling,
-    FixedScaling,
-    NoScaling,
-    as_policy,
-    dump_policy,
-    load_policy,
-    policy_from_dict,
-    policy_to_dict,
-)
+import lossscale_core as core
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, as_policy
 from lossscale_core.errors import PolicyError
 from tests.core.own_policies import AdditiveScaling
 from tests.strategies import LIBRARY_KINDS, policies
@@ -24,12 +16,12 @@ from tests.strategies import LIBRARY_KINDS, policies
 @given(policies(*LIBRARY_KINDS, AdditiveScaling.kind))
 def test_a_round_trip_is_exact(tmp_path_factory, policy):
     """A policy that was written as a dict of plain values, TOML or JSON is read as an equal policy."""
-    config = policy_to_dict(policy)
-    assert policy_from_dict(json.loads(json.dumps(config))) == as_policy(config) == policy
+    config = core.policy_to_dict(policy)
+    assert core.policy_from_dict(json.loads(json.dumps(config))) == as_policy(config) == policy
     for suffix in (".toml", ".json"):
         path = tmp_path_factory.getbasetemp() / f"policy{suffix}"
-        dump_policy(policy, path)
-        assert load_policy(path) == as_policy(str(path)) == policy
+        core.dump_policy(policy, path)
+        assert core.load_policy(path) == as_policy(str(path)) == policy
 
 
 def test_as_policy_accepts_each_source():
@@ -47,12 +39,12 @@ def test_an_error_names_its_file(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"kind": "dynamik"}')
     with pytest.raises(PolicyError, match=f"^{re.escape(str(path))}: .*dynamik.* did you mean 'dynamic'"):
-        load_policy(path)
+        core.load_policy(path)
 
 
 def test_a_file_is_replaced_if_allowed(tmp_path):
     """`dump_policy(..., overwrite=False)` raises `FileExistsError` and leaves an existing file as it is."""
-    dump_policy(DynamicScaling(), tmp_path / "p.toml", overwrite=False)
+    core.dump_policy(DynamicScaling(), tmp_path / "p.toml", overwrite=False)
     with pytest.raises(FileExistsError):
-        dump_policy(NoScaling(), tmp_path / "p.toml", overwrite=False)
-    assert load_policy(tmp_path / "p.toml") == DynamicScaling()
+        core.dump_policy(NoScaling(), tmp_path / "p.toml", overwrite=False)
+    assert core.load_policy(tmp_path / "p.toml") == DynamicScaling()

@@ -9,18 +9,8 @@ import array_api_strict
 import numpy as np
 import pytest
 
-from lossscale_core import (
-    DynamicScaling,
-    FixedScaling,
-    NoScaling,
-    SpikeGuard,
-    check_limits,
-    diagnose,
-    dump_policy,
-    init_state,
-    metrics,
-    step_info,
-)
+import lossscale_core as core
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, SpikeGuard, diagnose
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE, GradientReport, OverflowReport
 from lossscale_core.errors import OverflowStreakError
 from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling
@@ -100,28 +90,28 @@ def test_an_overflow_report_has_a_verdict():
 
 def test_metrics_have_stable_names():
     """Metrics have stable names; their values are plain numbers on the host, and arrays elsewhere."""
-    numbers = metrics(_after(DynamicScaling(), "1T 1F 1T"), guard=SpikeGuard().init_state())
+    numbers = core.metrics(_after(DynamicScaling(), "1T 1F 1T"), guard=SpikeGuard().init_state())
     names = "loss_scale growth_tracker hysteresis_tracker steps skipped_steps overflow_streak applied_steps"
     assert " ".join(numbers) == f"{names} spikes spike_streak norm_mean"
     assert (numbers["applied_steps"], numbers["skipped_steps"]) == (2, 1)
     assert json.loads(json.dumps(numbers)) == numbers
     assert {name for name, value in numbers.items() if type(value) is not int} == {"loss_scale", "norm_mean"}
-    assert metrics(init_state(DynamicScaling(), xp=array_api_strict))["steps"].dtype == array_api_strict.int32
+    assert core.metrics(core.init_state(DynamicScaling(), xp=array_api_strict))["steps"].dtype == array_api_strict.int32
 
 
 def test_the_policy_limits_a_streak(tmp_path):
     """`check_limits` raises at `max_overflow_streak` overflows in a row, for each source of a policy."""
     policy = DynamicScaling(max_overflow_streak=3)
-    dump_policy(policy, tmp_path / "p.toml")
+    core.dump_policy(policy, tmp_path / "p.toml")
     words = r"overflow_streak=3 has reached max_overflow_streak=3 at .*2\*\*13;"
     for source in (policy, tmp_path / "p.toml"):
-        check_limits(source, _after(policy, "1T 2F"))
+        core.check_limits(source, _after(policy, "1T 2F"))
         with pytest.raises(OverflowStreakError, match=words):
-            check_limits(source, _after(policy, "3F"))
-    check_limits("dynamic", _after(policy, "100F"))
+            core.check_limits(source, _after(policy, "3F"))
+    core.check_limits("dynamic", _after(policy, "100F"))
     full = policy.init_state()._replace(overflow_streak=FULL)
     with pytest.raises(OverflowStreakError):  # a streak that cannot count further does not become negative
-        check_limits(dataclasses.replace(policy, max_overflow_streak=int(FULL)), policy.update(full, False))
+        core.check_limits(dataclasses.replace(policy, max_overflow_streak=int(FULL)), policy.update(full, False))
 
 
 @pytest.mark.parametrize("convert", [lambda value: value, array_api_strict.asarray])
@@ -133,10 +123,10 @@ def test_an_applied_step_is_true(convert, streak, finite):
     before = policy.init_state()._replace(steps=FULL, skipped_steps=FULL, overflow_streak=np.int32(streak))
     before = before._make(map(convert, before))
     after = policy.update(before, convert(finite))
-    info = step_info(before, after)
+    info = core.step_info(before, after)
     assert bool(info) == bool(info.applied) == finite == (not info.overflowed)
     assert (info.loss_scale_used, info.loss_scale_after) == (before.loss_scale, after.loss_scale)
     assert info.overflow_streak == after.overflow_streak
     assert {np.shape(value) for value in info} == {()}
-    info = step_info(before, after, spiked=convert(True))
+    info = core.step_info(before, after, spiked=convert(True))
     assert (bool(info.applied), bool(info.overflowed), bool(info.spiked)) == (False, False, True)

@@ -7,16 +7,8 @@ import array_api_strict
 import numpy as np
 import pytest
 
-from lossscale_core import (
-    DynamicScaling,
-    FixedScaling,
-    NoScaling,
-    ScaleWatch,
-    check_limits,
-    diagnose,
-    init_state,
-    state_to_dict,
-)
+import lossscale_core as core
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleWatch, diagnose
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from tests.strategies import flags
 
@@ -78,10 +70,10 @@ def test_a_watch_survives_broken_states():
 def test_a_watch_reads_arrays(logs):
     """A watch reads the arrays of any namespace; pure functions log nothing, and read nothing without a limit."""
     policy = DynamicScaling(init_scale=4.0, backoff_factor=0.375)
-    state = policy.update(init_state(policy, xp=array_api_strict), array_api_strict.asarray(False))
-    check_limits(policy, None)
+    state = policy.update(core.init_state(policy, xp=array_api_strict), array_api_strict.asarray(False))
+    core.check_limits(policy, None)
     text = diagnose(policy, state)
-    state_to_dict(state, policy)
+    core.state_to_dict(state, policy)
     assert logs.records == []
     ScaleWatch().log(policy, state)
     assert logs.record_tuples == [("lossscale", logging.INFO, f"lossscale, step 1: {text}")]
