@@ -52,7 +52,7 @@ def saved(request, uninterrupted, tmp_path_factory):
 
 
 @pytest.mark.parametrize("target", WRAPPERS)
-def test_the_next_states_are_those_of_the_uninterrupted_run(uninterrupted, saved, target):
+def test_the_next_states_are_the_same(uninterrupted, saved, target):
     """Loaded by another framework's wrapper, over the same overflows: 200 states."""
     step = WRAPPERS[target](json.loads(saved.read_text()), POLICY)
     assert [_plain(step(norm).saved) for norm in NORMS[SAVED_AT:]] == uninterrupted[SAVED_AT:]
@@ -65,7 +65,7 @@ FROZEN = json.loads(Path(__file__).with_name("version_1.json").read_text())
 
 @pytest.mark.parametrize("target", WRAPPERS)
 @pytest.mark.parametrize("origin", FROZEN)
-def test_a_frozen_checkpoint_of_version_1_continues_in_every_framework(origin, target):
+def test_version_1_continues_everywhere(origin, target):
     """What each framework saved in the first release is taken over by each, silently, and continues as it did."""
     frozen = FROZEN[origin]
     step = WRAPPERS[target](frozen["saved"], policy_from_dict(frozen["saved"]["policy"]))
@@ -75,7 +75,7 @@ def test_a_frozen_checkpoint_of_version_1_continues_in_every_framework(origin, t
 
 
 @pytest.mark.parametrize("target", WRAPPERS)
-def test_every_framework_uses_an_edited_key_of_torch(target):
+def test_edited_keys_of_torch_are_used(target):
     """A warning shows both numbers; the overflow leaves the scale, by the tolerance of the policy."""
     saved = GradScaler("cpu", policy=POLICY).state_dict()
     with pytest.warns(CheckpointWarning, match="loss_scale=65536.0, and torch's scale=64.0, which is used"):
@@ -88,7 +88,7 @@ OWN = {"derived": AdditiveScaling(), "bare": BareAdditiveScaling(), "of the docs
 
 @pytest.mark.parametrize("policy", OWN.values(), ids=OWN)
 @pytest.mark.parametrize("framework", WRAPPERS)
-def test_a_policy_of_ones_own_goes_through_every_facade(framework, policy):
+def test_own_policies_keep_their_states(framework, policy):
     """The state after each step is the host's, bit for bit, the counter of its own included."""
     state = policy.init_state()
     step = WRAPPERS[framework](state_to_dict(state, policy), policy)

@@ -43,7 +43,7 @@ def test_one_policy_file_serves_every_framework(tmp_path, monkeypatch):
     assert names["trace"].loss_scale_after.tolist() == [2.0**16, 2.0**15, 2.0**15]
 
 
-def test_the_bfloat16_lines_skip_a_bad_step():
+def test_a_bad_bfloat16_step_is_skipped():
     """A NaN changes no parameter."""
     names = _run("bfloat16")
     before = names["model"].weight.clone()

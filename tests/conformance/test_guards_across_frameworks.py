@@ -67,20 +67,20 @@ def _saved_by(framework):
 
 
 @pytest.mark.parametrize(("origin", "target"), list(itertools.product([None, *EAGER], EAGER)))
-def test_a_run_goes_as_simulated_and_continues_in_another_framework(origin, target):
+def test_a_run_continues_as_simulated(origin, target):
     """Every state is the host's and the scale's the simulated one, bit for bit; a skipped step changes nothing else."""
     saved = json.loads(_saved_by(origin)) if origin else NEW
     _require_simulated(EAGER[target](saved, POLICY, GUARD), SAVED_AT if origin else 0)
 
 
 @pytest.mark.parametrize("make", COMPILED.values(), ids=COMPILED)
-def test_a_run_goes_as_simulated_however_it_is_compiled(make):
+def test_a_compiled_run_goes_as_simulated(make):
     """The flags are the same, and the guard's averages agree to a few ulps."""
     _require_simulated(make(NEW, POLICY, GUARD), rtol=1e-5)
 
 
 @EACH
-def test_a_checkpoint_without_a_guard_starts_it_afresh(make):
+def test_a_missing_guard_starts_afresh(make):
     """A warning says so, and the norm of the next step is the first one."""
     saved = {name: value for name, value in json.loads(_saved_by("torch")).items() if name != "guard"}
     with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
@@ -89,7 +89,7 @@ def test_a_checkpoint_without_a_guard_starts_it_afresh(make):
 
 
 @EACH
-def test_a_norm_beyond_float32_is_a_spike(make):
+def test_norms_beyond_float32_are_spikes(make):
     """It is finite in float64, so that the loss scale stays; float32's largest number is checked."""
     with enable_x64(True) if make is EAGER["jax"] else contextlib.nullcontext():
         step = make(NEW, POLICY, GUARD, dtype="float64")

@@ -19,7 +19,7 @@ BLIND = [
 
 
 @pytest.mark.parametrize(("package", "make", "blind"), BLIND)
-def test_what_waits_for_a_value_is_found(package, make, blind):
+def test_waiting_for_a_value_is_found(package, make, blind):
     """A verb that reads a value is right eagerly, and breaks its rule in each way without values."""
     verbs = types.SimpleNamespace(**{name: getattr(package, name) for name in VERBS})
     verbs.select = lambda grads_finite, new, old: package.select(bool(grads_finite), new, old)

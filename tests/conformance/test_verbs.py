@@ -1,4 +1,4 @@
-"""The functions of every package: what the verbs make of odd leaves and wrong arguments, and what is public."""
+"""The functions of every package: what the verbs make of Python numbers, and what one import has."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ ADAPTERS = {backend.verbs.__name__: backend for backend in reversed(BACKENDS) if
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
-def test_a_python_number_is_a_leaf_like_any_other(adapter):
+def test_python_numbers_are_leaves(adapter):
     """Next to arrays or alone; an integer is a loss and no gradient, and text is neither."""
     verbs, state = adapter.verbs, adapter.verbs.init_state(2.0**10)
     assert float(verbs.scale(1.0, state)) == float(verbs.scale({"loss": 1.0}, state)["loss"]) == 2.0**10

@@ -42,10 +42,11 @@ def _set(field, made, *, after=None):
     """Return a policy that makes a field of its values before and after each step, or each step with this flag."""
 
     def change(old, new, flag, xp):
-        made_field, kept = made(getattr(old, field), getattr(new, field)), getattr(new, field)
+        kept = getattr(new, field)
+        value = made(getattr(old, field), kept)
         if after is not None:
-            made_field = select(flag, *((made_field, kept) if after else (kept, made_field)), xp=xp)
-        return new._replace(**{field: made_field})
+            value = select(flag, *((value, kept) if after else (kept, value)), xp=xp)
+        return new._replace(**{field: value})
 
     return Changed(change)
 
