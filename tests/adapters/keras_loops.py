@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from lossscale_core import DynamicScaling
 from lossscale_keras import LossScaleOptimizer
 
 BACKEND = keras.backend.backend()
@@ -14,6 +15,33 @@ if BACKEND == "tensorflow":
     WRAPPERS.append(LossScaleOptimizerOfTensorFlow)
 EACH_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
 """Run a test with the wrapper of `lossscale_keras` and, on TensorFlow, also with the wrapper of `lossscale_tf`."""
+
+
+class Two:
+    """An optimizer around two weights at zero, and eager calls.
+
+    The scale grows after each step, so that gradients divided by the scale of another step are wrong by a factor of
+    two. It starts below 1, so that a rule with a minimum of 1 fails.
+    """
+
+    def __init__(self, wrapper=LossScaleOptimizer):
+        self.weights = [keras.Variable(0.0), keras.Variable(0.0)]
+        policy = DynamicScaling(init_scale=0.25, min_scale=0.25, growth_interval=1)
+        self.optimizer = wrapper(keras.optimizers.SGD(1.0), policy)
+        self.optimizer.build(self.weights)
+
+    def scaled(self, gradient, by="scale_loss"):
+        """Return the scaled gradient of a loss, and the loss, which is the gradient times a weight of 1."""
+        loss = getattr(self.optimizer, by)(keras.ops.convert_to_tensor(float(gradient)))
+        return [keras.ops.copy(loss)], loss
+
+    def apply(self, grads, weight=0, loss=None):
+        """Apply scaled gradients."""
+        self.optimizer.apply(grads, self.weights[weight : weight + 1], loss=loss)
+
+    def went(self, first, second=0.0):
+        """Require that the weights moved by these amounts."""
+        assert [float(value_of(weight)) for weight in self.weights] == [-first, -second]
 
 
 def apply(optimizer, variables, grads):
