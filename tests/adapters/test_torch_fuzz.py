@@ -45,8 +45,8 @@ OPTIMIZERS = {
 }
 DTYPES = [torch.float32] * 4 + [torch.float64, torch.bfloat16]
 CALLS = ["step", "unscale", "clip", "skip"] * 8 + ["unscale twice", "unscale only", "step twice"]
-EVENTS = ["save", "interval", "factors", "copy", "pickle", "tensors", "check", "flag", "again", "inspect"]
-EVENTS += ["fused", "late flag", "late scale", "write scale", "write tracker", "assign scale"]
+EVENTS = ["save", "interval", "factors", "copy", "pickle", "check", "flag", "fused", "late flag", "late scale"]
+EVENTS += ["write scale", "write tracker", "assign scale"]
 
 
 def _program(seed):
@@ -70,7 +70,6 @@ def _program(seed):
         steps.append(
             types.SimpleNamespace(
                 losses=chance.choice([1, 1, 1, 2, 3]),
-                nested=chance.choice([None, None, None, list, tuple]),
                 zero=chance.choice(["none", "zero"]),
                 bad=[chance.choice([None] * 11 + [infinity, -infinity, nan]) for _ in kinds],
                 order=chance.sample(range(len(kinds)), len(kinds)),
@@ -121,8 +120,7 @@ class _Side:
                 model(torch.ones(4, 3, dtype=dtype)).float().pow(2).mean()
                 for model, dtype in zip(self.models, self.dtypes, strict=True)
             ]
-            for scaled in self.scaler.scale(step.nested(losses) if step.nested else [sum(losses)]):
-                scaled.backward()
+            self.scaler.scale(sum(losses)).backward()
         for model, bad in zip(self.models, step.bad, strict=True):
             if bad is not None:
                 model.weight.grad[0, 0] = bad
@@ -141,8 +139,6 @@ class _Side:
                     flag.fill_(1.0)
         if event == "check":
             self.seen += [flag.item() for flag in scaler._check_inf_per_device(optimizer).values()]
-        if event == "inspect":
-            self.seen.append(len(scaler._found_inf_per_device(optimizer)))
         for _ in range(0 if call.endswith("only") else 1 + call.endswith("twice")):
             scaler.step(optimizer)
         if event == "late flag":  # the step was taken, and the scale follows the flag
@@ -174,11 +170,6 @@ class _Side:
             scaler._growth_tracker.fill_(min(3, scaler.get_growth_interval() - 1))
         elif event == "assign scale":
             scaler._scale = torch.tensor(128.0)
-        elif event == "tensors":
-            self.seen += [scaler._scale.item(), scaler._growth_tracker.item()]
-        elif event == "again":
-            with contextlib.suppress(AssertionError):  # torch's for a second call
-                scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     @property
     def tensors(self):
@@ -220,29 +211,6 @@ def _deciding(base):
     return Deciding
 
 
-def _checking(base):
-    """Add to the check, as torch's ShardedGradScaler does; each third finds an overflow elsewhere."""
-
-    class Checking(base):
-        calls = 0
-
-        def unscale_(self, optimizer):
-            super().unscale_(optimizer)
-            self._add(optimizer)
-
-        def _check_inf_per_device(self, optimizer):
-            flags = super()._check_inf_per_device(optimizer)
-            self._add(optimizer)
-            return flags
-
-        def _add(self, optimizer):
-            self.calls += 1
-            if self.calls % 3 == 0:
-                _raise_flags(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
-
-    return Checking
-
-
 def _updating(base):
     """Write the persistent tensors by torch's own kernel, and replace the records, as Megatron's and NeMo's do."""
 
@@ -264,7 +232,7 @@ def _stepping(base):
     return type("Stepping", (base,), {name: getattr(torch.amp.GradScaler, name) for name in names})
 
 
-KINDS = (lambda base: base, lambda base: base, _with_hook, _deciding, _checking, _updating, _stepping)
+KINDS = (lambda base: base, lambda base: base, _with_hook, _deciding, _updating, _stepping)
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
