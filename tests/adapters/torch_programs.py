@@ -91,34 +91,3 @@ def bits(*states):
     """Return the numbers in state dicts and tensors, which are equal only if all bits are equal."""
     leaves = torch.utils._pytree.tree_leaves(states)
     return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-class PageLoop:
-    """The loop of a page around another scaler, for `check_training_loop`.
-
-    `data` returns the data of a step. Without it, the page shows the lines of one step without a loop.
-    """
-
-    def __init__(self, scaler, page, heading, data, make_schedule):
-        source = source_of(heading, page=page).replace("GradScaler(", "get_scaler(")
-        setup, start, step = source.partition("\nfor " if data else "\noptimizer.zero_grad()")
-        self._step, self._data = start + step, data
-        if data:
-            header, _, body = self._step.partition(":\n")
-            self._step = f"{header.rpartition(' in ')[0]} in data:\n{body}"
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        self._names = {
-            "torch": torch, "in_float16": in_float16, "get_scaler": lambda *args, **settings: scaler, "scaler": scaler,
-            "model": model, "optimizer": optimizer, "scheduler": make_schedule(optimizer), "loss_fn": loss_fn,
-            "data": [], "log": lambda step, numbers: None, "num_updates": 0,
-        }  # fmt: skip
-        exec(setup, self._names)
-        self.model, self.scheduler = self._names["model"], self._names["scheduler"]
-        self.optimizer = getattr(self._names["optimizer"], "optimizer", self._names["optimizer"])
-
-    def step(self, batch):
-        """Run the lines of a step."""
-        if self._data:
-            self._names["data"] = self._data(batch)
-        exec(self._step, self._names)
