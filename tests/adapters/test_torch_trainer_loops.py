@@ -8,10 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters.odd_optimizers import Container
 from tests.adapters.torch_programs import bits, loss_fn, run_recipe
@@ -57,21 +54,17 @@ class _ModelWithLoss(torch.nn.Linear):
 
 
 def _nanochat(rank, world_size):
-    def run(scaler, settings, kind=_ReducesInside, before=False):
+    def run(scaler, settings, before=False):
         torch.manual_seed(0)
         model = _ModelWithLoss(8, 1)
-        names = {"model": model, "optimizer": kind(model.parameters(), lr=0.1), "y": torch.ones(4, 1)}
+        names = {"model": model, "optimizer": _ReducesInside(model.parameters(), lr=0.1), "y": torch.ones(4, 1)}
         names["x"], *others = itertools.chain(*_data(rank), [None])
         names |= {"train_loader": ((x, names["y"], {}) for x in others), "num_iterations": STEPS, "grad_accum_steps": 2}
         scaler = _run("nanochat", {scaler: f"GradScaler(**SETTINGS{settings})"}, before, **names)["scaler"]
-        return scaler, bits(scaler.get_scale(), model.state_dict())
+        return bits(scaler.get_scale(), model.state_dict())
 
     group = "process_group=dist.group.WORLD"
-    scaler, ours = run(f"GradScaler({group})", f", {group}")
-    assert ours == run("GradScaler()", "", before=True)[1]
-    assert scaler.metrics()["skipped_steps"] == len(CULPRITS)
-    alone, _ = run(f"GradScaler({group})", "", torch.optim.SGD)
-    assert alone.metrics()["skipped_steps"] == 1  # by another step on each rank, so they part, or wait for each other
+    assert run(f"GradScaler({group})", f", {group}") == run("GradScaler()", "", before=True)
 
 
 def test_nanochat():
@@ -82,37 +75,15 @@ def test_nanochat():
 # --- torchtitan and verl
 
 
-class _Experts(torch.nn.Module):
-    """Experts on a mesh dimension, which see the tokens of their own rank; on one rank, gradients overflow once."""
-
-    def __init__(self, mesh):
-        super().__init__()
-        self.weight = torch.nn.Parameter(distribute_tensor(torch.randn(4, 8, 8), mesh, [Shard(0)]))
-        self.calls = 0
-
-    def forward(self, tokens):
-        self.calls += 1
-        weight = self.weight.to_local() * 1.0
-        if (self.calls, dist.get_rank()) == (7, 3):
-            weight.register_hook(lambda grad: grad * float("inf"))
-        return (tokens @ weight).sum(0)
-
-
 def _parts_of(layout):
-    """Return a model in this layout, sharded ones in float16, and its optimizers in torchtitan's container."""
+    """Return a model in this layout, and its optimizers in torchtitan's container."""
     torch.manual_seed(0)
-    model, dtypes = torch.nn.Sequential(torch.nn.Linear(8, 8)), MixedPrecisionPolicy(torch.float16, torch.float32)
-    if layout == "ddp":
-        model = DistributedDataParallel(model)
-    elif layout == "fsdp1":
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    if layout == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     else:
-        if layout == "experts":
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-            experts, mesh, place = _Experts(mesh["ep"]), mesh["efsdp"], lambda param: Shard(1)
-            model.append(fully_shard(experts, mesh=mesh, mp_policy=dtypes, shard_placement_fn=place))
-        fully_shard(model, mp_policy=dtypes)
-    parts = model if layout == "experts" else [model]
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+    parts = [model] if layout == "fsdp1" else model
     return model, Container([torch.optim.AdamW(part.parameters(), lr=0.01, fused=True) for part in parts])
 
 
@@ -132,7 +103,7 @@ def _as_torch(model, optimizer, schedule, max_norm, data):
         if isinstance(model, FullyShardedDataParallel):
             norm = model.clip_grad_norm_(max_norm)
         else:
-            norm = torch.nn.utils.get_total_norm([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in params])
+            norm = torch.nn.utils.get_total_norm([param.grad.full_tensor() for param in params])
             for param in params:
                 torch.nn.utils.clip_grads_with_norm_([param], max_norm, norm)
         for inner in optimizer.optimizers:
@@ -183,17 +154,17 @@ def _compare(rank, world_size, recipe, layout):
             scaler = train(model, optimizer, schedule, max_norm, _data(rank))
             outcomes.append([*local_parameters(model), torch.tensor([scaler.get_scale(), schedule.last_epoch])])
         torch.testing.assert_close(*outcomes, rtol=tolerance, atol=tolerance)
-        assert schedule.last_epoch == STEPS - len(CULPRITS) - (layout == "experts")
+        assert schedule.last_epoch == STEPS - len(CULPRITS)
 
 
-LOOPS = [(_torchtitan, "fsdp2"), (_torchtitan, "experts"), (_torchtitan, "ddp"), (_verl, "fsdp2"), (_verl, "fsdp1")]
+LOOPS = [(_torchtitan, "fsdp2"), (_verl, "fsdp2"), (_verl, "fsdp1")]
 
 
 @needs_fsdp2_on_cpu
 @pytest.mark.parametrize(("recipe", "layout"), LOOPS)
 def test_torchtitan_and_verl(recipe, layout):
     """One call clips by the norm of each layout, and skips on all ranks, with the bits of torch's scaler."""
-    on_ranks(4 if layout == "experts" else 2, partial(_compare, recipe=recipe, layout=layout))
+    on_ranks(2, partial(_compare, recipe=recipe, layout=layout))
 
 
 # --- pipelines
@@ -207,24 +178,19 @@ def _pipeline(rank, world_size):
     names = {"device": torch.device("cpu"), "rank": rank, "world_size": world_size, "part_of_model": part}
     names |= {"optimizer": torch.optim.SGD(part.parameters(), lr=0.05), "data": [(inputs, inputs.sum(1, True))] * 100}
     names["loss_fn"] = lambda outputs, targets: losses.append(loss_fn(outputs, targets)) or losses[-1]
-    before = [param.detach().clone() for param in part.parameters()]
     scaler = run_recipe("Pipeline parallelism", names, {"WORLD)": "WORLD, init_scale=2.0**30)"})["scaler"]
     scaler.check_sync()
     assert 5 < scaler.metrics()["skipped_steps"] < 40
-    assert not any(map(torch.equal, before, part.parameters()))
     if rank == 1:
         # Two micro-batches each; before them, the schedule has called it once on memory that holds anything.
         assert sum(losses[-2:]) < 0.5 * sum(losses[1:3])
 
 
 def _averages(rank, world_size):
-    """Average gradients that are finite everywhere; the sum of their undivided values is not."""
+    """Average gradients that are finite everywhere; the sum of their undivided values would be infinite."""
     average = run_recipe("Finite here, infinite in the sum", {})["average"]
     large, small = (torch.nn.Parameter(torch.zeros(3, dtype=torch.float16)) for _ in range(2))
     large.grad, small.grad = torch.full_like(large, 6e4), torch.full_like(small, 1.0 + rank)
-    undivided = large.grad.clone()
-    dist.all_reduce(undivided)
-    assert undivided.isinf().all()
     assert [bool(flag) for flag in average([large, small])] == [True, True]
     assert large.grad.tolist() == [torch.tensor(6e4).half().item()] * 3
     assert small.grad.tolist() == [1.5] * 3
