@@ -1,14 +1,10 @@
-"""torch's scalers against their translations, and the files that `torch.save` writes against the command."""
+"""torch's scaler against its translation, and the files that `torch.save` writes against the command."""
 
-import dataclasses
 import json
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import lossscale_torch
 from lossscale import from_tool
@@ -27,24 +23,10 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-def _drop_in_policies(config, saved):
-    """Return the policies of the library's scalers with a config of torch, in each way in which a program sets one."""
-    interval = config["growth_interval"]
-    made, loaded, changed = (
-        lossscale_torch.GradScaler("cpu", **{**config, "growth_interval": number}) for number in (interval, interval, 3)
-    )
-    loaded.load_state_dict(saved)
-    changed.set_growth_interval(float(interval))
-    return [made.policy, dataclasses.replace(loaded.policy, init_scale=made.policy.init_scale), changed.policy]
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
 @given(config=CONFIGS, grads_finite=overflow_traces(max_steps=60), stop=st.integers(0, 30))
-def test_a_policy_has_torchs_scales(kind, config, grads_finite, stop):
+def test_a_policy_has_torchs_scales(config, grads_finite, stop):
     """The policy of a config, the drop-in's too, has the scales of torch's scalers, also in a run that is resumed."""
-    group = {"process_group": dist.group.WORLD} if kind is ShardedGradScaler else {}
-    scaler = kind("cpu", **config, **group)
+    scaler = torch.amp.GradScaler("cpu", **config)
     scaler.scale(torch.zeros(()))  # what makes its state live
 
     def step(finite):
@@ -55,22 +37,21 @@ def test_a_policy_has_torchs_scales(kind, config, grads_finite, stop):
         entries = scaler.state_dict()
         return [entries, vars(scaler), {key: torch.tensor([value]) for key, value in entries.items()}]
 
-    policies = _drop_in_policies(config, scaler.state_dict()) if config["growth_interval"] >= 0 else []
-    policies.append(from_tool("torch", scaler.state_dict()))
+    policies = [from_tool("torch", scaler.state_dict())]
+    if config["growth_interval"] >= 0:
+        policies.append(lossscale_torch.GradScaler("cpu", **config).policy)
     check_scaler("torch", config, step, saved, policies, grads_finite, stop)
 
 
 def test_the_command_reads_what_torch_saves(tmp_path):
-    """The command reads a scaler of torch or of this library, alone or in a checkpoint, and parts of tensors."""
-    scaler, ours = torch.amp.GradScaler("cpu", growth_interval=7), lossscale_torch.GradScaler("cpu", growth_interval=7)
+    """The command reads a scaler of torch in a checkpoint, and parts of tensors."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=7)
     for grad in (1.0, INF, 1.0, 1.0):
         take_step(scaler, one(lr=0.1)[1], grad)
     torch.save({"model": {"weight": torch.ones(3)}, "scaler": scaler.state_dict()}, tmp_path / "checkpoint.pt")
-    ours.load_state_dict(scaler.state_dict())
-    torch.save(ours.state_dict(), tmp_path / "ours.pt")
     parts = {"scale": torch.tensor([3.0, 32768.0], dtype=torch.bfloat16)[1:], "growth_tracker": torch.tensor(2)}
     others = {"weight": torch.nn.Parameter(torch.ones(2).half())}
     torch.save({**others, "optimizer": {"grad_scaler": {**parts, "hysteresis_tracker": 1}}}, tmp_path / "parts.pt")
-    for name, *options in (["checkpoint.pt"], ["ours.pt"], ["parts.pt", "--from", "megatron"]):
+    for name, *options in (["checkpoint.pt"], ["parts.pt", "--from", "megatron"]):
         state = json.loads(succeed("checkpoint", name, *options, cwd=tmp_path)[0])
         assert (state["loss_scale"], state["growth_tracker"]) == (32768.0, 2)
