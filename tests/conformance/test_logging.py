@@ -160,6 +160,15 @@ def test_a_logger_has_the_policys_numbers(run, logger):
     _require_the_policys(read(), steps, [step - bool(first) for step in steps])
 
 
+def test_weights_and_biases_accepts_the_numbers(monkeypatch):
+    """Its recipe runs in the loop; nothing is sent or written."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    names = {}
+    _run_recipe("Weights & Biases", names)
+    _with_torch(names["log"])
+    assert names["run"].disabled
+
+
 def test_lightning_logs_the_policys_numbers():
     """Its own logger writes the four numbers every tenth step."""
     names = {"Module": _Module}
