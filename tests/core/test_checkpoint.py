@@ -79,12 +79,17 @@ def test_a_bare_policy_restores_its_state():
 
 
 def test_another_policy_starts_its_trackers():
-    """The scale and the counts continue under another kind of policy; its own trackers start, with a warning."""
+    """The scale and the counts continue under another kind of policy; its own trackers start, with a warning.
+
+    The warning names each setting that differs, with both values.
+    """
     fixed = FixedScaling(64.0)
     entries = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
     with pytest.warns(CheckpointWarning, match=r"kind was 'fixed' and is 'additive'.* additions starts at 0\.0"):
         state = state_from_dict(entries, AdditiveScaling())
     assert (float(state.loss_scale), int(state.steps), float(state.additions)) == (64.0, 1, 0.0)
+    with pytest.warns(CheckpointWarning, match=r"^(?!.*hysteresis).*: growth_interval was 2000 and is 500$"):
+        state_from_dict(state_to_dict(state, "dynamic"), DynamicScaling(growth_interval=500))
 
 
 def test_an_unknown_saved_policy_causes_warnings():

