@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import json
 import logging
 import math
 import random
@@ -19,28 +18,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale_core import DynamicScaling
-from lossscale_core.errors import CallOrderError, OverflowStreakError
+from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.torch_ranks import local_parameters, on_ranks
 from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, copies, one, same, take_step, two
 from tests.torch_versions import FSDP2
 
 
-class Noting(nn.Module):
-    """A layer that puts a longer buffer in the place of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(0))
-
-    def forward(self, x):
-        self.seen = torch.cat([self.seen, x.detach().sum()[None]])
-        return x
-
-
-class Observer(nn.Module):
+class _Observer(nn.Module):
     """The largest values of each channel, in a buffer that is resized in place, as those of `torch.ao` are."""
 
     def __init__(self):
@@ -59,7 +45,7 @@ def _run(init_scale, retries=30, fused=False, kind=None, rank=0, world_size=1):
     torch.manual_seed(0)
     random.seed(1)
     np.random.seed(1)
-    odd = [] if kind else [Noting(), Observer(), torch.jit.script(nn.BatchNorm1d(16))]  # whose buffers are in no dict
+    odd = [] if kind else [_Observer(), torch.jit.script(nn.BatchNorm1d(16))]  # its buffers are in no dict
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), *odd, nn.Dropout(0.3), nn.Linear(16, 1))
     if kind == "fsdp2":
         fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
@@ -105,35 +91,19 @@ def test_bits_of_runs_that_begin_lower(fused):
 
 
 @EITHER_KIND
-@pytest.mark.parametrize("how", ["alone", "joint"])
-def test_each_optimizer_steps_once(how, fused):
-    """A later try does not step an optimizer that an earlier try has stepped.
-
-    Optimizers that decide together step together. Each try begins without gradients, also of a skipped optimizer.
-    """
-    runs = []
-    for init_scale in (2.0**40, 2.0**20):
-        params, optimizers = map(list, two(fused, lr=0.1, momentum=0.9))
-        skipped, left_out = one(fused)
-        policy = DynamicScaling(init_scale=init_scale, max_scale=2.0**60)
-        scaler = GradScaler("cpu", policy=policy)
-        for attempt in scaler.attempts(retries=60):  # noqa: B007  # used after the loop
-            scaler.scale(params[0].square().sum() * 1e-3 + params[1].sum() * 2.0**100 + skipped.sum()).backward()
-            scaler.skip(left_out)
-            if how == "joint":
-                scaler.unscale_and_clip_(optimizers, INF)
-            results = [scaler.step(each) for each in optimizers]
-            info = scaler.update()
-            assert how == "joint" or info.applied_of(optimizers[0])
-        assert results[0] is None
-        assert attempt.info is scaler.last_step
-        assert all(map(attempt.info.applied_of, optimizers))
-        assert skipped.grad.item() == attempt.scales[-1]
-        assert attempt.scales == [init_scale * 0.5**n for n in range(attempt.number + 1)]
-        assert (attempt.number > 5) is (init_scale > 2.0**30)
-        runs.append([*params, *(state["momentum_buffer"] for each in optimizers for state in each.state.values())])
-        assert params[0].item() == pytest.approx(1.0 - 0.1 * 2e-3)  # one step
-    assert same(*runs)
+def test_each_optimizer_steps_once(fused):
+    """A later try does not step an optimizer that an earlier try has stepped, and begins without gradients."""
+    params, optimizers = two(fused, momentum=0.9)
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+    for attempt in scaler.attempts(retries=60):  # noqa: B007  # used after the loop
+        scaler.scale(params[0].sum() * 0.25 + params[1].sum() * 2.0**100).backward()
+        results = [scaler.step(each) for each in optimizers]
+        assert scaler.update().applied_of(optimizers[0])
+    assert attempt.number == 13
+    assert results[0] is None
+    buffers = [optimizer.state[param]["momentum_buffer"] for param, optimizer in zip(params, optimizers, strict=True)]
+    assert [buffer.item() for buffer in buffers] == [0.25, 2.0**100]
+    assert params[0].item() == 0.75
 
 
 @EITHER_KIND
@@ -146,16 +116,7 @@ def test_retries_on_a_device(fused):
         assert (attempt.scales, bool(attempt.info), param.item()) == ([16.0, 8.0, 4.0], True, 0.0)
 
 
-def test_a_skip_before_the_first_loss():
-    """A body may skip the first step of a scaler before the scaler has scaled a loss."""
-    (_, optimizer), scaler = one(), GradScaler("cpu")
-    for attempt in scaler.attempts():  # noqa: B007  # used after the loop
-        scaler.skip(optimizer)
-        scaler.update()
-    assert (attempt.number, bool(attempt.info)) == (0, False)
-
-
-def test_a_loop_counts_as_one_step(caplog):
+def test_loops_count_as_one_step(caplog):
     """Retries are not skipped steps: the log, the diagnosis and `max_overflow_streak` do not count them."""
     caplog.set_level(logging.WARNING, "lossscale")
     policy = DynamicScaling(init_scale=2.0**28, growth_interval=10**6, max_overflow_streak=3)
@@ -171,37 +132,8 @@ def test_a_loop_counts_as_one_step(caplog):
     assert not caplog.records
     assert "too often" not in scaler.diagnose()
     resumed = GradScaler("cpu")
-    resumed.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    resumed.load_state_dict(scaler.state_dict())
     assert resumed.diagnose() == scaler.diagnose()
-
-
-def test_loops_that_fail_for_one_optimizer():
-    """A loop in which one of two optimizers overflows at each scale counts as one overflow."""
-    params, optimizers = two()
-    scaler = GradScaler("cpu", policy=DynamicScaling(init_scale=512.0, max_overflow_streak=4))
-    words = "in 3 tries, at the loss scales {}, {}, {};"
-    for loop in range(4):
-        message = words.format(*(512 >> (loop + number) for number in range(3)))
-        with pytest.raises(OverflowStreakError) if loop == 3 else pytest.warns(UserWarning, match=message):
-            for attempt in scaler.attempts(retries=2):  # noqa: B007  # used after the loop
-                scaler.scale(sum(params).sum()).backward()
-                params[1].grad.fill_(INF)
-                for each in optimizers:
-                    scaler.step(each)
-                scaler.update()
-        assert attempt.number == 2
-        assert loop != 2 or "3 of 3 steps skipped" in scaler.diagnose()
-
-
-@pytest.mark.parametrize(("mode", "length"), [(contextlib.nullcontext, 0), (RecordedGraph, 4)], ids=["host", "device"])
-def test_buffers_that_a_forward_pass_resizes(mode, length):
-    """A skipped step makes the buffer empty again, if the host knows that the step was skipped."""
-    loop = Loop(fused=True, protects=True, model=nn.Sequential(nn.Linear(4, 4), Observer()))
-    with mode():
-        loop.step(is_bad=True)
-    assert len(loop.model[1].largest) == length
-    loop.step()
-    assert len(loop.model[1].largest) == 4
 
 
 NOT_ONE_STEP = [
@@ -212,7 +144,7 @@ NOT_ONE_STEP = [
 
 
 @pytest.mark.parametrize(("updates", "depth", "sentence"), NOT_ONE_STEP)
-def test_bodies_that_are_not_one_step(updates, depth, sentence):
+def test_bodies_without_one_update(updates, depth, sentence):
     """A body without an update, with two updates, or with another loop raises `CallOrderError`."""
     loop = Loop()
 

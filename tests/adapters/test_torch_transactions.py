@@ -21,8 +21,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from torch import nn
-from torch.amp.grad_scaler import OptState
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import lossscale_torch
@@ -30,7 +28,6 @@ from lossscale_core import DynamicScaling, FixedScaling, NoScaling
 from lossscale_core.errors import CallOrderError, OverflowStreakError, RetriesExhaustedError
 from lossscale_torch import GradScaler, guarded
 from lossscale_torch.hooks import Hook
-from tests.adapters.emulated_device import Emulated
 from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, Veto, one, take_step
 
 SOURCE = lossscale_torch.__path__[0]
@@ -184,22 +181,6 @@ class _Steps(RuleBasedStateMachine):
             self.scaler.unscale_(self.optimizer)
         self.stage, self.is_checked = "unscaled", True
 
-    @precondition(lambda self: self.stage == "unscaled")
-    @rule(call=st.sampled_from([("step",), ("unscale_and_clip_", 1.0), None]))
-    def drop_gradients(self, call):
-        """No step accepts the scaled gradients of another loss in the place of unscaled gradients."""
-        self.optimizer.zero_grad()
-        self.run_backward("good")
-        self.count_forward(1.0)
-        if call is None:  # recipes for SAM do so, to unscale again
-            self.scaler._per_optimizer_states[id(self.optimizer)]["stage"] = OptState.READY
-            self.scaler.unscale_(self.optimizer)
-            self.grad = 1.0
-            return
-        with pytest.raises(RuntimeError, match=r"still scaled: .* scaler.skip|has already been called"):
-            getattr(self.scaler, call[0])(self.optimizer, *call[1:])
-        self.skip()
-
     @precondition(lambda self: self.stage != "stepped" and self.grad is not None)
     @rule(
         point=st.sampled_from(["", "", "", "veto", "before_step", "after_step", "optimizer"]), steps_idle=st.booleans()
@@ -248,7 +229,8 @@ class _Steps(RuleBasedStateMachine):
         if point == "loss":
             self.scaler.scale(self.module(torch.ones(1, 1)))
             return
-        self.run_backward(outcome)
+        if outcome != "skip":
+            self.run_backward(outcome)
         if point == "unscale":
             self.scaler.unscale_(self.optimizer)
         if steps_idle or point == "idle":
@@ -310,6 +292,7 @@ class _Steps(RuleBasedStateMachine):
         assert (attempt.number, attempt.scales) == (number, scales)
         assert bool(attempt.info) == (is_applied and (not leaves or has_update))
         assert [warning.filename for warning in caught] == [__file__] * (exhausts and not error)
+        assert all(f"overflowed in {len(scales)} tries, at the" in str(warning.message) for warning in caught)
         assert len({*numbers}) == 1
         assert torch.rand(()).item() not in numbers
         self.begin_step()
@@ -460,41 +443,14 @@ def test_an_interrupted_step_of_guarded_optimizers(fused):
 # -- other cases -------------------------------------------------------------------------------------------------------
 
 
-def test_dispatch_modes_keep_the_state_on_the_host():
+def test_dispatch_modes_leave_the_state():
     """A skip and a step under a mode that counts operations leave the state of the scaler on the host."""
     loop = Loop()
-    loop.step()
     with FlopCounterMode(display=False):
         loop.backward()
         loop.scaler.skip(loop.optimizer)
         loop.scaler.update()
-    assert loop.step().applied is True
-    with FlopCounterMode(display=False):
         assert loop.step().applied is True
-
-
-@pytest.mark.parametrize("value", [math.nan, -3.0, 0.0, -math.inf])
-def test_bad_new_scales_on_a_device(value):
-    """A new scale on a device that is NaN or not positive changes nothing, and the scaler does not read it."""
-    with Emulated("mps"):
-        scaler = GradScaler("mps", init_scale=8.0)
-        scaler.place_on("mps")
-        before = Emulated.reads
-        scaler.update(torch.tensor(value, device="mps"))
-        assert Emulated.reads == before
-        assert scaler.get_scale() == 8.0
-        scaler.update(torch.tensor(4.0, device="mps"))
-        assert scaler.get_scale() == 4.0
-
-
-def test_losses_do_not_keep_their_base():
-    """The scaler keeps a loss until `update`, but it does not keep the tensor of which the loss is a view."""
-    scaler, weight = GradScaler("cpu"), torch.ones(1, requires_grad=True)
-    logits = weight * torch.ones(1000)
-    storage = StorageWeakRef(logits.untyped_storage())
-    scaler.scale(logits[0]).backward()
-    del logits
-    assert storage.expired()
 
 
 def test_steps_in_gradient_hooks_warn():
@@ -510,15 +466,3 @@ def test_steps_in_gradient_hooks_warn():
     scaler.step(inner)
     with pytest.warns(UserWarning, match="an optimizer that steps in such a hook applies scaled gradients"):
         scaler.update()
-
-
-def test_guarded_optimizers_under_disabled_scalers():
-    """A guarded optimizer decides about its step, and the outcome of a disabled scaler reports the decision."""
-    (param, optimizer), scaler = one(), GradScaler("cpu", enabled=False)
-    guarded(optimizer)
-    for value in (1.0, math.nan, 1.0):
-        param.grad = torch.full((1,), value)
-        scaler.step(optimizer)
-        info = scaler.update()
-        assert bool(info.applied) is bool(info.applied_of(optimizer)) is (value == 1.0)
-    assert scaler.metrics()["loss_scale"] == scaler.get_scale() == 1.0
