@@ -23,13 +23,9 @@ FUSED = {
 @contextlib.contextmanager
 def _capture(device):
     """Record what runs inside; yield an object with `replay()`."""
-    if device == "cpu":
-        with RecordedGraph() as graph:
-            yield graph
-    else:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            yield graph
+    graph = RecordedGraph() if device == "cpu" else torch.cuda.CUDAGraph()
+    with graph if device == "cpu" else torch.cuda.graph(graph):
+        yield graph
 
 
 @contextlib.contextmanager

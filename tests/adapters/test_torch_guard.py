@@ -134,28 +134,23 @@ def test_a_replayed_graph_checks_the_norms(is_guarded):
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["scaler", "guarded"])
 def test_a_bad_state_of_a_guard_changes_nothing(is_guarded):
-    """If the guard or the optimizer rejects its entry, all settings, counters and hooks stay unchanged."""
+    """If the guard rejects its entry, all settings, counters and hooks stay unchanged."""
     param, optimizer = one(momentum=0.9)
     if is_guarded:
-        owner, policy = guarded(optimizer, guard=EARLY_GUARD), None
         param.grad = torch.ones(1)
-        optimizer.step()
+        owner = guarded(optimizer, guard=EARLY_GUARD)
+        owner.step()
         other = guarded(torch.optim.SGD([param], lr=0.5), guard=EARLY_GUARD).state_dict()
-        (group,) = other["param_groups"]
-        cases = [({"param_groups": [{**group, "guarded_mean": "large"}]}, CheckpointError)]
-        cases.append(({"param_groups": [group] * 2}, ValueError))
+        other["param_groups"][0]["guarded_mean"] = "large"
     else:
         owner = GradScaler("cpu", init_scale=8.0, hooks=[Veto()], guard=EARLY_GUARD)
-        policy = owner.policy
         take_steps([param], [optimizer], owner, 1.0)
-        other = {**GradScaler("cpu", init_scale=2.0, growth_interval=7).state_dict(), "veto": 5}
-        cases = [({"guard": {"mean": "large"}}, CheckpointError)]
-    before = str(owner.state_dict())
-    for entries, error in cases:
-        with pytest.raises(error):
-            owner.load_state_dict({**other, **entries})
-        assert str(owner.state_dict()) == before
-        assert policy is None or owner.policy == policy
+        other = GradScaler("cpu", init_scale=2.0, growth_interval=7).state_dict()
+        other |= {"veto": 5, "guard": {"mean": "large"}}
+    before, policy = str(owner.state_dict()), getattr(owner, "policy", None)
+    with pytest.raises(CheckpointError):
+        owner.load_state_dict(other)
+    assert (str(owner.state_dict()), getattr(owner, "policy", None)) == (before, policy)
 
 
 def test_a_new_optimizer_starts_without_norms():

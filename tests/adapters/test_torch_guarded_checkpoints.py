@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import OverflowStreakError
 from lossscale_torch import StepInfo, guarded
-from tests.adapters.emulated_device import Emulated
 from tests.adapters.torch_ranks import local, local_parameters, on_ranks
-from tests.adapters.torch_steps import guarded_steps, one, same
+from tests.adapters.torch_steps import same
 from tests.torch_versions import FSDP2
 
 BAD = {2: math.nan, 6: math.inf, 7: math.nan, 8: math.nan, 10: 1e4, 12: math.nan}
@@ -33,10 +32,9 @@ STREAK = (
 
 
 def _groups(params):
-    """Return an optimizer with three parameter groups, one of them added later."""
-    first, second, *rest = params
-    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": [second], "lr": 0.02}], lr=0.01)
-    optimizer.add_param_group({"params": rest, "weight_decay": 0.1})
+    """Return an optimizer with two parameter groups, one of them added later."""
+    optimizer = torch.optim.AdamW(params[:1], lr=0.01)
+    optimizer.add_param_group({"params": params[1:], "weight_decay": 0.1})
     return optimizer
 
 
@@ -79,10 +77,9 @@ def _train(model, optimizer, first, last):
 
 def _by_file(folder, model, optimizer, *, saves):
     if saves:
-        folder.mkdir(exist_ok=True)
-        torch.save((model.state_dict(), optimizer.state_dict()), folder / "all.pt")
+        torch.save((model.state_dict(), optimizer.state_dict()), f"{folder}/all.pt")
         return
-    weights, state = torch.load(folder / "all.pt", weights_only=True)
+    weights, state = torch.load(f"{folder}/all.pt", weights_only=True)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
 
@@ -142,11 +139,7 @@ def _require_exact(make, resume, folder, wrap=lambda model: model):
     before = _train(*saved, 0, SAVED_AT)
     resumed = resume(folder, *saved, make)
     assert resumed[1].metrics() == saved[1].metrics()
-    calls = []
-    resumed[1].register_step_post_hook(lambda *_: calls.append(bool(resumed[1].last_step)))
     assert [*before, *_train(*resumed, SAVED_AT, LAST)] == outcomes
-    is_fused = resumed[1].param_groups[0].get("fused")  # its kernel skips
-    assert calls == [False] * (LAST - SAVED_AT if is_fused else 3)  # the outcome is not known yet
     assert same(local_parameters(model), local_parameters(resumed[0]))
     assert optimizer.state_dict()["param_groups"] == resumed[1].state_dict()["param_groups"]
 
@@ -177,45 +170,20 @@ def test_a_sharded_run_resumes_exactly(kind):
     on_ranks(2, partial(_resume_on_rank, kind=kind))
 
 
-def test_a_fused_run_on_a_device_resumes_at_every_step():
-    """The host reads the streak at the same steps as without a break, so that the error comes at the same step."""
-    sizes = [1.0, 1.1, 0.9, math.nan, 1e4, 1.0, *[math.nan] * 3, 1.0, math.nan, 1e4]
-    with Emulated("mps"):
-        whole = _guard(one(fused=True, device="mps", lr=1e-3)[1])
-        letters, rows = guarded_steps(whole, sizes)
-        for place in range(1, len(sizes)):
-            (param, saved), (other, resumed) = (one(fused=True, device="mps", lr=1e-3) for _ in range(2))
-            before = guarded_steps(_guard(saved), sizes[:place])
-            _guard(resumed).load_state_dict(saved.state_dict())
-            other.data.copy_(param.data)
-            assert guarded_steps(resumed, sizes[place:]) == (letters[place:], rows[place:])
-            assert before == (letters[:place], rows[:place])
-            assert resumed.state_dict() == whole.state_dict()
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
-def test_checkpoints_of_plain_and_guarded_optimizers(tool, tmp_path):
-    """A plain optimizer continues with the moments of a guarded one, and then a guard starts over with its moments.
-
-    `load_state_dict` warns that the guard starts over; other tools load before `guarded`.
-    """
-    (saved, first), (model, plain), (resumed, last) = (_parts(MAKES["AdamW"]) for _ in range(3))
-    _train(saved, _guard(first), 0, 5)
-    tool(tmp_path / "guarded", saved, first, saves=True)
-    tool(tmp_path / "guarded", model, plain, saves=False)
-    for each, optimizer in ((saved, first), (model, plain)):
-        each(torch.ones(4, 4)).square().mean().mul(0.1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert same(saved.parameters(), model.parameters())
-    plain.param_groups[0] = {name: n for name, n in plain.param_groups[0].items() if "guarded_" not in name}
-    tool(tmp_path / "plain", model, plain, saves=True)
+def test_a_checkpoint_of_a_plain_optimizer_starts_over(tool, tmp_path):
+    """No number of the run before remains; `load_state_dict` warns, and other tools load before `guarded`."""
+    plain, (model, optimizer) = _parts(MAKES["AdamW"]), _parts(MAKES["AdamW"])
+    plain[0](torch.ones(4, 4)).sum().backward()
+    plain[1].step()
+    plain[1].zero_grad()
+    tool(tmp_path, *plain, saves=True)
     if tool is _by_file:
-        _train(resumed, _guard(last), 0, 5)
+        _train(model, _guard(optimizer), 0, 5)
     with pytest.warns(match="the guard starts over") if tool is _by_file else nullcontext():
-        tool(tmp_path / "plain", resumed, last, saves=False)
+        tool(tmp_path, model, optimizer, saves=False)
     if tool is not _by_file:
-        _guard(last)
-    assert [n for name, n in last.param_groups[0].items() if "guarded_" in name] == [0] * 9
-    assert last.state_dict()["state"][0]["step"] == first.state[next(saved.parameters())]["step"]
+        _guard(optimizer)
+    assert [n for name, n in optimizer.param_groups[0].items() if "guarded_" in name] == [0] * 9
+    assert optimizer.state_dict()["state"][0]["step"] == 1

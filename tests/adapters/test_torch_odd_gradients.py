@@ -1,5 +1,7 @@
 """Gradients beyond float32 and torch's usual layouts, and devices that lack what a CPU has."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,26 +11,19 @@ from tests.adapters.torch_steps import EITHER_KIND, INF, ready
 EITHER_WAY = pytest.mark.parametrize("clips", [False, True], ids=["unscaled", "clipped"])
 
 
-@pytest.fixture(params=[torch.float64, torch.float16], ids=str)
-def default_dtype(request):
-    """Another default dtype than float32, for one test."""
-    torch.set_default_dtype(request.param)
-    yield request.param
-    torch.set_default_dtype(torch.float32)
-
-
 @EITHER_KIND
 @EITHER_WAY
-def test_another_default_dtype(default_dtype, fused, clips):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_another_default_dtype(dtype, fused, clips, request):
     """The loss scale is float32 whatever new tensors are, and grows, backs off and unscales."""
-    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float32))
+    param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    torch.set_default_dtype(dtype)
+    request.addfinalizer(partial(torch.set_default_dtype, torch.float32))
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     for value, moved, scale in ((1.0, 1.0, 2048.0), (INF, 0.0, 1024.0), (1.0, 1.0, 2048.0)):
         optimizer.zero_grad()
-        loss = scaler.scale((param * value).sum())
-        assert loss.dtype is torch.float32
-        loss.backward()
+        scaler.scale((param * value).sum()).backward()
         before = param[0].item()
         if clips:
             scaler.unscale_and_clip_(optimizer, INF)
