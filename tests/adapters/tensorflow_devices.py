@@ -3,8 +3,6 @@
 Import this module first, before another module uses TensorFlow. A function that AutoGraph cannot convert is an error.
 """
 
-import logging
-
 import pytest
 import tensorflow as tf
 
@@ -16,15 +14,13 @@ STRATEGY = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 """One for all tests: TensorFlow keeps the shapes of a process's collectives, and a second strategy would reuse them."""
 
 
-class _RefusesWarnings(logging.Handler):
-    """A logging handler that raises an error for AutoGraph's warnings. AutoGraph logs each warning once per process."""
-
-    def emit(self, record):
-        """Raise an error for a record of AutoGraph."""
-        assert "AutoGraph" not in record.getMessage(), record.getMessage()
+def _refuse_warnings(record):
+    """Raise an error for a record of AutoGraph, which logs each warning once per process."""
+    assert "AutoGraph" not in record.getMessage(), record.getMessage()
+    return True
 
 
-tf.get_logger().addHandler(_RefusesWarnings())
+tf.get_logger().addFilter(_refuse_warnings)
 
 
 def eager(function):
