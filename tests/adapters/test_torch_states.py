@@ -1,4 +1,6 @@
-"""The two states of a scaler: when the host is the truth; and the device's own update is the policy's, bit for bit."""
+"""The states of a scaler on the host and on a device: both follow the policy, bit for bit, also if they are loaded."""
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -11,31 +13,9 @@ from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
-from tests.adapters.torch_steps import EITHER_KIND, INF, one, ready, take_step
+from tests.adapters.torch_steps import CALLS, EITHER_KIND, INF, one, ready, take_step
 from tests.strategies import overflow_traces, policies
 from tests.sweeping import few_examples
-
-
-def _require_states(policy, trace, state=None, is_there=False):
-    """Step a fused optimizer on a device over a trace; each state and each outcome is the policy's own.
-
-    A given state is loaded first, by a scaler that may have its state on the device already.
-    """
-    expected = policy.init_state() if state is None else state
-    with Emulated("mps"):
-        (_, optimizer), scaler = one(True, "mps"), GradScaler("mps", policy=policy)
-        if is_there:
-            take_step(scaler, optimizer, 1.0)
-        if state is not None:
-            scaler.load_state_dict(state_to_dict(state, policy))
-        for finite in trace:
-            info = take_step(scaler, optimizer, 1.0 if finite else INF)
-            before, expected = expected, policy.update(expected, finite)
-            fields = [float(each) for each in info[:5]]
-            scales = [float(each.loss_scale) for each in (before, expected)]
-            assert fields == [finite, *scales, float(expected.overflow_streak), not finite]
-        assert state_from_dict(scaler.state_dict(), policy) == expected
-
 
 RULES = st.builds(
     DynamicScaling,
@@ -48,184 +28,84 @@ RULES = st.builds(
     min_scale=st.sampled_from([2.0**-126, 2.0**-3]),
     max_scale=st.sampled_from([2.0**126, 2.0**12]),
 )
-
-
-@settings(deadline=None)
-@given(RULES | policies(), overflow_traces(max_steps=20))
-def test_the_kernels_update_is_the_policys(policy, trace):
-    """Scale, trackers, counters and outcomes, at the bounds too, also of policies that torch's kernel cannot follow."""
-    _require_states(policy, trace)
-
-
 BEYOND = (
     {"growth_tracker": 9},  # beyond the interval, which the kernel compares with ==
     {"growth_tracker": -2},
     {"hysteresis_tracker": 3},
     {"steps": 2**31 - 3, "skipped_steps": 5},
     {"steps": 2**31 - 1, "skipped_steps": 2**31 - 1, "overflow_streak": 2**31 - 1},
-    {"loss_scale": 4.0, "growth_tracker": 1},
 )
+"""Entries of checkpoints with which torch's kernel could not continue."""
+WIDE = DynamicScaling(min_scale=2.0**-126, max_scale=2.0**126, growth_interval=2)
+OTHERS = WIDE, dataclasses.replace(WIDE, refill_on_finite=False, refill_on_backoff=True), FixedScaling(4.0)
+TRACES = overflow_traces(max_steps=20)
 
 
-@pytest.mark.parametrize("fields", BEYOND, ids=str)
-@pytest.mark.parametrize("is_there", [False, True])
-def test_states_that_the_kernel_could_not_continue(fields, is_there):
-    """A checkpoint may hold any state; the policy's own update is used where the kernel would do something else."""
-    policy = DynamicScaling(init_scale=4.0, growth_interval=3, min_scale=2.0**-4, max_scale=2.0**8)
-    saved = {**state_to_dict(policy.init_state(), policy), **fields}
-    for trace in ([True] * 5, [False] * 5, [True, False, True, True, True, False]):
-        with np.errstate(over="ignore"):
-            _require_states(policy, trace, state_from_dict(saved, policy), is_there)
+@settings(deadline=None)
+@given(RULES | policies(), TRACES, st.none() | st.sampled_from(BEYOND), st.sampled_from(OTHERS), TRACES)
+def test_a_device_follows_each_policy(policy, trace, entries, other, trace_of_other):
+    """Each state and each outcome is the policy's own, also after a checkpoint, and after a change of the policy."""
+    with Emulated("mps"), np.errstate(over="ignore"):
+        (_, optimizer), scaler = one(True, "mps"), GradScaler("mps", policy=policy)
+        expected = policy.init_state()
 
+        def follow(policy, trace):
+            nonlocal expected
+            for finite in trace:
+                info = take_step(scaler, optimizer, 1.0 if finite else INF)
+                before, expected = expected, policy.update(expected, finite)
+                scales = [float(state.loss_scale) for state in (before, expected)]
+                fields = [finite, *scales, float(expected.overflow_streak), not finite]
+                assert [float(field) for field in info[:5]] == fields
+            assert not trace or scaler.state_dict().items() >= expected._asdict().items()
 
-def _step(scaler, param, optimizer, finite=True):
-    """Take a step on the emulated device; return its outcome, and what `update` runs there."""
-    scaler.scale(torch.ones((), device="mps"))
-    param.grad = torch.full((1,), 1.0 if finite else INF, device="mps")
-    scaler.step(optimizer)
-    before = len(Emulated.calls)
-    return scaler.update(), Emulated.calls[before:]
-
-
-def test_what_an_update_runs_on_a_device():
-    """After an ordinary step the host has read the flag, and writes only a changed scale; else seven or eight calls."""
-    with Emulated("mps"):
-        param, fused = one(True, "mps")
-        ordinary = torch.optim.SGD([param], lr=0.5)
-        scaler = GradScaler("mps", growth_interval=2)
-        _step(scaler, param, ordinary)
-        calls = [[str(each) for each in _step(scaler, param, ordinary, finite)[1]] for finite in (1, 1, 0, 1, 1)]
-        assert [len(each) for each in calls[:2] + calls[3:]] == [1, 0, 0, 1]
-        assert [each for each in calls[2] if "fill_" in each] == calls[2][:1]  # what follows looks at the loss
-        _step(scaler, param, fused)  # places the state on the device
-        for optimizer, most in ((fused, 7), (fused, 7), (ordinary, 8), (fused, 7), (ordinary, 8)):
-            calls = [str(each) for each in _step(scaler, param, optimizer)[1]]
-            assert len([each for each in calls if "unbind" not in each]) <= most, calls  # it makes views
-
-
-@EITHER_KIND
-def test_loading_leaves_the_state_where_it_is(fused):
-    """The scale is written in place, as a new one is, and the outcome of a step is known where it was known before.
-
-    Accelerate makes the tensors a second time after each load under FSDP2, which does nothing.
-    """
-    with Emulated("mps"):
-        param, optimizer = one(fused, "mps")
-        scaler = GradScaler("mps", init_scale=8.0)
-        before, kept, tracker = _step(scaler, param, optimizer)[0], scaler._scale, scaler._growth_tracker
-        scaler.load_state_dict(GradScaler("cpu", init_scale=64.0).state_dict())
-        scaler._lazy_init_scale_growth_tracker("mps")
-        scaler._lazy_init_scale_growth_tracker(torch.device("mps"))
-        assert scaler._scale is kept
-        assert scaler._growth_tracker is tracker
-        assert (kept.item(), tracker.item()) == (64.0, 0)
-        after, _ = _step(scaler, param, optimizer)
-        assert isinstance(after.applied, torch.Tensor) == isinstance(before.applied, torch.Tensor) == fused
-        assert (after.loss_scale_used, scaler.state_dict()["steps"]) == (64.0, 1)
-        scaler.update(16.0)
-        assert scaler._scale is kept
-        assert kept.item() == scaler.get_scale() == 16.0
-
-
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-@pytest.mark.parametrize("call", ["unscale_", "step", "unscale_and_clip_"])
-@pytest.mark.parametrize("before", [None, "unscale_", "step", "unscale_and_clip_", "skip"])
-@EITHER_KIND
-def test_a_state_that_is_loaded_in_the_middle_of_a_step(fused, before, call, device):
-    """The step is dropped: its gradients are refused, and the next scaled loss begins another one."""
-    with Emulated("mps"):
-        (param, optimizer), scaler = one(fused, device), GradScaler(device, init_scale=8.0)
-        take_step(scaler, optimizer, 0.0)
-        saved, calls = GradScaler("cpu", init_scale=2.0).state_dict(), {"unscale_and_clip_": [INF]}
-        scaler.scale(torch.ones((), device=device))
-        param.grad = torch.full((1,), 8.0, device=device)
-        if before is not None:
-            getattr(scaler, before)(optimizer, *calls.get(before, []))
-        weight = param.item()
-        for _ in range(2):
+        follow(policy, trace)
+        if entries is not None:
+            saved = {**state_to_dict(expected, policy), **entries}
             scaler.load_state_dict(saved)
-            with pytest.raises(CallOrderError, match="replaced the loss scale; scale another loss, and call backward"):
-                getattr(scaler, call)(optimizer, *calls.get(call, []))
-        if before is not None:  # torch's scaler goes on, too
-            assert scaler.update().applied is False
-            assert scaler.get_scale() == 2.0
-        with pytest.raises(AssertionError, match="No inf checks"):
-            scaler.update()
-        scaler.skip(optimizer)
-        assert not scaler.update().applied
-        assert take_step(scaler, optimizer, 1.0).loss_scale_used == 2.0
-        assert param.item() == weight - 0.5
+            expected = state_from_dict(saved, policy)
+            follow(policy, trace[::-1])
+        if isinstance(policy, DynamicScaling):
+            scaler.policy = other
+            follow(other, trace_of_other)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@EITHER_KIND
+def test_states_loaded_within_a_step(fused, call):
+    """The step is dropped: its gradients are refused, and the next scaled loss begins another step."""
+    (param, optimizer), scaler = one(fused), GradScaler("cpu", init_scale=8.0)
+    take_step(scaler, optimizer, 0.0)
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full((1,), 8.0)
+    scaler.unscale_(optimizer)
+    scaler.load_state_dict(GradScaler("cpu", init_scale=2.0).state_dict())
+    with pytest.raises(CallOrderError, match="replaced the loss scale; scale another loss, and call backward"):
+        getattr(scaler, call)(optimizer, *([INF] if "clip" in call else []))
+    assert scaler.update().applied is False
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()
+    assert take_step(scaler, optimizer, 1.0).loss_scale_used == 2.0
+    assert param.item() == 0.5
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
-@pytest.mark.parametrize("value", [1.0, 2.0, float("nan")])
-@pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
+@pytest.mark.parametrize("value", [2.0, float("nan")])
 @EITHER_KIND
-def test_a_flag_that_was_changed_in_place_counts(fused, call, value, device):
-    """A trainer may reduce the flags over its ranks between `unscale_` and `step`; any but 0 is an overflow."""
+def test_flags_that_a_trainer_reduces(fused, value, device):
+    """A flag that was changed in place between `unscale_` and `step` counts as an overflow, unless it is 0."""
     with Emulated("mps"):
-        param, optimizer = one(fused, device)
-        scaler = GradScaler(device, init_scale=8.0)
-        for scale in (4.0, 2.0):  # while the host knows the state, and from then on
-            scaler.scale(torch.ones((), device=device))
-            param.grad = torch.ones(1, device=device)
-            getattr(scaler, call)(optimizer, *[1.0] * (call != "unscale_"))
-            for flag in scaler._found_inf_per_device(optimizer).values():
-                (flag.data if device == "cpu" else flag).fill_(value)  # on the host also without a new version
-            scaler.step(optimizer)
-            assert bool(scaler.update().overflowed)
-            assert (param.item(), scaler.get_scale()) == (1.0, scale)
-
-
-REPLACING = DynamicScaling(refill_on_finite=False, refill_on_backoff=True), FixedScaling(4.0)
-
-
-@pytest.mark.parametrize("policy", [*REPLACING, DynamicScaling(growth_interval=2)])
-def test_a_policy_that_is_replaced_on_a_device_is_followed(policy):
-    """The state on a device moves as the new policy moves a state on the host, also the counters.
-
-    A count of finite steps above a lowered growth interval reaches it at the next finite step.
-    """
-    with Emulated("mps"):
-        (_, optimizer), scaler = one(True, "mps"), GradScaler("mps", policy=DynamicScaling(init_scale=8.0))
-        for grad in (INF, 1.0, 1.0, 1.0):
-            take_step(scaler, optimizer, grad)
-        expected, scaler.policy = state_from_dict(scaler.state_dict(), scaler.policy), policy
-        for grad in (1.0, INF, INF, 1.0):
-            take_step(scaler, optimizer, grad)
-            expected = policy.update(expected, grad != INF)
-        assert state_from_dict(scaler.state_dict(), policy) == expected
-
-
-def test_each_flag_is_on_the_device_of_its_key():
-    """Until `step`, which combines them."""
-    with Emulated("mps") as mode:
-        params = [torch.nn.Parameter(torch.ones(2, device=device)) for device in ("mps", "cpu")]
-        optimizer = torch.optim.SGD(params, lr=0.5, foreach=False)
-        scaler = ready(device="mps", init_scale=8.0)
-        for param, value in zip(params, (8.0, INF), strict=True):
-            param.grad = torch.full_like(param, value)
+        (param, optimizer), scaler = one(fused, device), ready(device=device, init_scale=8.0)
+        param.grad = torch.ones(1, device=device)
         scaler.unscale_(optimizer)
-        found = scaler._found_inf_per_device(optimizer)
-        assert {device: flag.item() for device, flag in found.items()} == {mode.device: 0.0, params[1].device: 1.0}
-        assert all(flag.device == device for device, flag in found.items())
+        for flag in scaler._found_inf_per_device(optimizer).values():
+            flag.fill_(value)
         scaler.step(optimizer)
-        assert not scaler.update().applied
+        assert scaler.update().overflowed
+        assert (param.item(), scaler.get_scale()) == (1.0, 4.0)
 
 
-def _recorded(policy):
-    """Return a parameter, its scaler, and a graph of one fused step."""
-    param, optimizer = one(fused=True)
-    scaler = GradScaler("cpu", policy=policy)
-    param.grad = torch.zeros(1)
-    scaler.place_on("cpu")
-    with RecordedGraph() as graph:
-        scaler.step(optimizer)
-        scaler.update()
-    return param, scaler, graph
-
-
-def test_a_state_that_is_loaded_before_the_first_replay():
+def test_states_loaded_before_a_replay():
     """Each replay scales the loss again, so that its gradients have the scale that was loaded."""
     (param, optimizer), scaler = one(), GradScaler("cpu", init_scale=8.0)
     with RecordedGraph() as graph:
@@ -238,25 +118,28 @@ def test_a_state_that_is_loaded_before_the_first_replay():
     assert param.item() == 0.0
 
 
-def test_a_replay_counts_by_the_policy_that_was_assigned_after_the_recording():
-    """The graph reads the memory of the policy's table, so that the same memory holds the table of another policy."""
-    param, scaler, graph = _recorded(DynamicScaling())
-    scaler.policy = REPLACING[0]
-    param.grad.fill_(INF)
-    graph.replay()
-    assert scaler.state_dict()["hysteresis_tracker"] == 1
-
-
-@pytest.mark.parametrize("policy", ["dynamic", DynamicScaling(cooldown=1), DynamicScaling(hysteresis=2)])
+@pytest.mark.parametrize(
+    ("policy", "other"),
+    [
+        (DynamicScaling(), DynamicScaling(refill_on_finite=False, refill_on_backoff=True)),
+        (DynamicScaling(hysteresis=2), DynamicScaling(hysteresis=2)),
+        (DynamicScaling(cooldown=1), DynamicScaling(cooldown=1)),
+    ],
+)
 @given(trace=overflow_traces(max_steps=10))
 @few_examples
-def test_replays_update_as_the_policy_does(policy, trace):
-    """Every counter included; a loaded state and a new scale take effect at the next replay."""
-    param, scaler, graph = _recorded(policy)
-    scaler.load_state_dict(state_to_dict(scaler.policy.init_state(), scaler.policy))
-    expected = scaler.policy.init_state()
+def test_replays_follow_each_policy(policy, other, trace):
+    """A loaded state and another policy take effect at the next replay of a recorded step."""
+    (param, optimizer), scaler = one(fused=True), GradScaler("cpu", policy=policy)
+    param.grad = torch.zeros(1)
+    scaler.place_on("cpu")
+    with RecordedGraph() as graph:
+        scaler.step(optimizer)
+        scaler.update()
+    scaler.load_state_dict(state_to_dict(policy.init_state(), policy))
+    scaler.policy, expected = other, other.init_state()
     for finite in trace:
         param.grad.fill_(1.0 if finite else INF)
         graph.replay()
-        expected = scaler.policy.update(expected, finite)
-        assert state_from_dict(scaler.state_dict(), scaler.policy) == expected
+        expected = other.update(expected, finite)
+        assert state_from_dict(scaler.state_dict(), other) == expected
