@@ -1,13 +1,12 @@
-"""A process that imports torch once, and forks for each run of the command, or of a script without the command.
+"""A process that imports torch once, and forks for each run of `lossscale run`.
 
-Each line of stdin is a request in JSON: the arguments, whether they are of the command, the folder and environment, and
-the files for the output. The answer is a line with the exit status, negative for a signal, as `subprocess` has it.
+Each line of stdin is a request in JSON: the folder, the environment, and the arguments. The output goes to two files in
+the folder. The answer is a line with the exit status, negative for a signal, as `subprocess` has it.
 """
 
 import gc
 import json
 import os
-import runpy
 import sys
 
 import torch._dynamo  # noqa: F401  # optimizers import it
@@ -18,7 +17,7 @@ from lossscale.__main__ import main
 
 gc.freeze()  # so that the end of a process does not go through the modules
 for line in sys.stdin:
-    request = json.loads(line)
+    folder, environment, *arguments = json.loads(line)
     child = os.fork()
     if not child:
         break
@@ -26,14 +25,9 @@ for line in sys.stdin:
 else:
     sys.exit()
 
-os.chdir(request["folder"])
-os.environ.clear()
-os.environ.update(request["environment"])
-for descriptor, path in enumerate([os.devnull, request["out"], request["err"]]):
-    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
-if request["is_command"]:
-    sys.argv[1:] = ["run", *request["arguments"]]
-    main()
-else:
-    sys.argv = request["arguments"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+os.chdir(folder)
+os.environ.update(environment)
+for descriptor, path in enumerate([os.devnull, "out.txt", "err.txt"]):
+    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), descriptor)
+sys.argv[1:] = ["run", *arguments]
+main()

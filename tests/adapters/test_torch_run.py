@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -30,19 +29,17 @@ def _python(folder, *arguments):
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """Return a function that starts the command or a script in a process that is forked after the import of torch."""
-    outputs = tmp_path_factory.mktemp("outputs")
+def start():
+    """Return a function that runs the command in a folder, in a process that is forked after the import of torch."""
     server = [sys.executable, Path(__file__).with_name("command_server.py")]
     with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
-        def start(folder, *arguments, is_command=True):
-            out, err = (outputs / f"{uuid.uuid4()}" for _ in range(2))
-            request = {"arguments": [*map(str, arguments)], "is_command": is_command, "folder": str(folder)}
-            request |= {"out": str(out), "err": str(err), "environment": dict(os.environ)}
+        def start(folder, *arguments):
+            request = [str(folder), dict(os.environ), *map(str, arguments)]
             print(json.dumps(request), file=process.stdin, flush=True)
             status = int(process.stdout.readline())
-            return subprocess.CompletedProcess(arguments, status, out.read_text(), err.read_text())
+            output = [(folder / name).read_text() for name in ("out.txt", "err.txt")]
+            return subprocess.CompletedProcess(arguments, status, *output)
 
         yield start
         process.stdin.close()
@@ -58,7 +55,7 @@ def trace(start, tmp_path):
     def trace(code, *options, run=start, is_compared=False):
         done = run(tmp_path, "--trace", "scale.csv", *options, TRAINS, code)
         assert done.returncode == 0, done.stderr
-        assert not is_compared or done.stdout == start(tmp_path, TRAINS, code, is_command=False).stdout != ""
+        assert not is_compared or done.stdout == _python(tmp_path, TRAINS, code).stdout != ""
         return done, _rows(tmp_path / "scale.csv")
 
     return trace
@@ -119,7 +116,6 @@ REFUSED = {
     "--trace none/scale.csv syntax.py": "none/scale.csv: No such file or directory; make its folder first",
     "-m nowhere": "lossscale: -m nowhere: ",
     "-m package.nowhere": "lossscale: -m package.nowhere: ",
-    "-m gone.nowhere": "lossscale: -m gone.nowhere: ",
 }
 
 
@@ -145,16 +141,13 @@ def test_all_names_of_scalers_are_replaced(trace, tmp_path):
         assert norm >= largest > 1e-3 if row["applied"] == "True" else norm == float("inf")
 
 
-CLIP = "lambda scaler, optimizer, model: scaler.unscale_and_clip_(optimizer, 1e-3)"
-
-
-@pytest.mark.parametrize(("clip", "options"), [("None", ()), (CLIP, ()), (CLIP, ("--policy", "128"))])
-def test_scalers_of_this_library_are_traced(trace, options, clip):
+@pytest.mark.parametrize(("options", "init_scale"), [((), 2.0**10), (("--policy", "128"), 128.0)])
+def test_scalers_of_this_library_are_traced(trace, options, init_scale):
     """The script keeps its policy, unless the command has a policy; gradients are measured before they are clipped."""
-    done, rows = trace(f"own({clip}, {128.0 if options else 2.0**10})", *options, is_compared=not options)
+    done, rows = trace(f"own({init_scale})", *options, is_compared=not options)
     assert [row["applied"] for row in rows] == [str(step not in (2, 5)) for step in range(8)]
     for row in rows:
-        is_measured = 1000.0 > float(row["norm"]) >= float(row["gradient_max"]) > 0.0
+        is_measured = 1000.0 > float(row["norm"]) >= float(row["gradient_max"]) > 1e-2
         assert is_measured if row["applied"] == "True" else row["norm"] == row["gradient_max"] == "inf"
     assert "lossscale: healthy: 2 of 8 steps skipped" in done.stderr
 
@@ -179,11 +172,10 @@ def test_devices_are_read_every_hundred_rows(trace):
         assert float(row["gradient_max"]) == unscaled
 
 
-def test_which_gradients_are_measured(trace):
-    """The trace leaves out the gradients of an abandoned step, and has a norm beyond float16."""
-    _, rows = trace("sizes()")
-    assert rows[0]["gradient_max"] == "1.0"
-    assert [(row["gradient_max"], row["norm"]) for row in rows[1:]] == [("60000.0", "120000.0")]
+def test_a_norm_beyond_float16(trace):
+    """The norm of float16 gradients may be larger than the largest float16 number."""
+    _, (row,) = trace("half()")
+    assert (row["gradient_max"], row["norm"]) == ("60000.0", "120000.0")
 
 
 @pytest.mark.parametrize(("cut", "steps"), [(0, 8), (1, 8), (9, 7)])
@@ -212,12 +204,11 @@ def test_torchrun_writes_a_trace_per_rank(trace, tmp_path):
 FIRST = {
     "train(scaler, range(2)); train(scaler, [] if os.fork() else range(7))": 1,
     "child = os.fork(); child and os.waitpid(child, 0); train(scaler, range(9 if child else 2))": 1,
-    "pool = fork.Pool(2); pool.starmap(train, [(scaler, range(2))]); pool.close(); pool.join(); train(scaler)": 1,
     "[fork.Process(target=train, args=(scaler, range(2))).start() for _ in range(3)]": 2,
 }
 
 
-@pytest.mark.parametrize(("code", "others"), FIRST.items(), ids=["parent", "child", "pool", "one of three"])
+@pytest.mark.parametrize(("code", "others"), FIRST.items(), ids=["parent", "child", "one of three"])
 def test_the_first_process_writes_the_trace(trace, monkeypatch, code, others):
     """Other processes record nothing and say so; a RANK and a WORLD_SIZE with another meaning are ignored."""
     monkeypatch.setenv("RANK", "")
@@ -228,34 +219,16 @@ def test_the_first_process_writes_the_trace(trace, monkeypatch, code, others):
     assert done.stderr.count("lossscale: healthy: ") >= 1
 
 
-def test_forked_ranks_write_separate_traces(trace, tmp_path):
-    """The file has the rank of the process group in its name, and the empty file of the command is removed."""
-    group = f"file://{tmp_path}/group"
-    trace(f"[fork.Process(target=rank, args=(n, 2 + n, {group!r}, 2)).start() for n in range(2)]")
-    assert [len(_rows(tmp_path / f"scale.rank{rank}.csv")) for rank in range(2)] == [2, 3]
-    assert not (tmp_path / "scale.csv").exists()
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_second_writer_is_refused(trace, tmp_path, steps):
+def test_a_second_writer_is_refused(trace, tmp_path):
     """The first command keeps its trace until it ends, even before its first update; then a restart appends rows."""
     second = f"{sys.executable} -m lossscale run --trace scale.csv x.py 2>&1; echo $?"
     (tmp_path / "x.py").write_text("print('begins')")
-    done, before = trace(f"train(scaler, range({steps})); os.system({second!r}); train(scaler)")
-    _, message, status, _ = done.stdout.splitlines()
+    done, before = trace(f"os.system({second!r}); train(scaler)")
+    message, status, _ = done.stdout.splitlines()
     assert "scale.csv; wait until it ends, or pass another file" in message
-    assert (status, len(before)) == ("2", 8 + steps)
+    assert (status, len(before)) == ("2", 8)
     _, after = trace("train(scaler)")
-    assert (after[:-8], len(after)) == (before, 16 + steps)
-
-
-def test_many_scalers_are_not_kept(trace):
-    """A scaler is freed with the script's last reference to it; the exit lists unhealthy scalers first."""
-    done, rows = trace("many()")
-    assert {int(row["scaler"]) for row in rows} == set(range(200))
-    lines = [line for line in done.stderr.splitlines() if line.startswith("lossscale: ")]
-    assert (len(lines), lines[-1]) == (11, "lossscale: and 190 more scalers")
-    assert "scaler 150: " in lines[0]
+    assert (after[:8], len(after)) == (before, 16)
 
 
 def test_a_full_disk_hides_no_diagnosis(trace):
