@@ -65,7 +65,7 @@ EDITS = {"scale": 64.0, "_growth_tracker": 2, "growth_factor": 4.0, "backoff_fac
 
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("policy", ["dynamic", 8.0])
-def test_an_edited_key_of_torch_is_used(name, policy):
+def test_an_edited_key_is_used(name, policy):
     """The scaler continues as torch's scaler does, and a warning says so."""
     saved = {**GradScaler("cpu", policy=policy).state_dict(), name: EDITS[name]}
     scaler, torchs = GradScaler("cpu"), torch.amp.GradScaler("cpu")

@@ -71,7 +71,7 @@ def test_other_classes_are_read_as_dicts(tmp_path):
 
 
 @pytest.mark.parametrize("policy", [None, DynamicScaling(growth_interval=77)])
-def test_all_entries_of_a_state_are_printed(tmp_path, policy):
+def test_all_entries_are_printed(tmp_path, policy):
     """A scaler loads what is printed; only torch's keys, which another policy contradicts, are left out."""
     scaler = GradScaler("cpu", 8.0, guard=SpikeGuard())
     take_steps(*two(), scaler, 2.0, 2.0)
