@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lossscale_torch import GradScaler
-from tests.adapters.torch_steps import take_step
+from tests.adapters.emulated_device import Emulated
+from tests.adapters.torch_steps import one, take_step
 
 AGAINST_TORCH = pytest.mark.parametrize("base", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 
@@ -20,6 +21,17 @@ def test_private_names_of_torch(base):
     assert scaler._scale is None is scaler._growth_tracker
     scaler.scale(torch.ones(()))
     assert (scaler._get_scale_async().item(), scaler._growth_tracker.dtype) == (8.0, torch.int32)
+
+
+def test_writes_between_step_and_update():
+    """An update on a device continues from the scale in the tensor; a new scale replaces it."""
+    with Emulated("mps"):
+        (_, optimizer), scaler = one(device="mps"), GradScaler("mps", init_scale=8.0, growth_interval=1)
+        scaler.place_on("mps")
+        optimizer.register_step_post_hook(lambda *_: scaler._scale.fill_(4.0))
+        for new_scale, expected in ((None, 8.0), (16.0, 16.0), (None, 8.0)):
+            take_step(scaler, optimizer, 1.0, new_scale)
+            assert scaler.get_scale() == expected
 
 
 @AGAINST_TORCH
