@@ -7,7 +7,7 @@ import torch
 
 from lossscale_torch import GradScaler
 from tests.adapters.odd_optimizers import Delegating
-from tests.adapters.torch_steps import ready
+from tests.adapters.torch_steps import ready, take_step
 from tests.torch_versions import TORCH
 
 DIFFERENCES = {}
@@ -37,9 +37,7 @@ def _ready(make_scaler, **kwargs):
 def _train(scaler, steps=1, value=1024.0):
     """Take whole steps with a gradient of this value, and return the scaler."""
     for _ in range(steps):
-        scaler.scale(torch.ones(()))
-        scaler.step(_one(torch.tensor([value]))[1])
-        scaler.update()
+        take_step(scaler, _one()[1], value)
     return scaler
 
 
@@ -56,10 +54,9 @@ def _flags(make_scaler):
 
 @difference("the scale may reach 0 or infinity", (0.0, float("inf")), (2.0**-126, 2.0**126))
 def _bounds(make_scaler):
-    smallest = make_scaler("cpu", init_scale=2.0**-140)
-    largest = make_scaler("cpu", init_scale=2.0**127, growth_interval=1)
-    reached = _train(smallest, 12, float("inf")).get_scale(), _train(largest, 12).get_scale()
-    return reached[0], float("inf") if reached[1] == 2.0**127 else reached[1]
+    smallest = _train(make_scaler("cpu", init_scale=2.0**-140), 12, float("inf")).get_scale()
+    largest = _train(make_scaler("cpu", init_scale=2.0**127, growth_interval=1), 12).get_scale()
+    return smallest, float("inf") if largest == 2.0**127 else largest
 
 
 @difference("a growth interval lowered below the count is never reached", 1024.0, 2048.0)
@@ -150,9 +147,7 @@ def _given_up(make_scaler):
 
 @difference("`update` returns None", None, True)
 def _update(make_scaler):
-    scaler = _ready(make_scaler)
-    scaler.step(_one()[1])
-    info = scaler.update()
+    info = take_step(_ready(make_scaler), _one()[1], 1024.0)
     return info and info.applied
 
 
@@ -202,9 +197,7 @@ def _unwritten(make_scaler):
     finally:
         torch.use_deterministic_algorithms(False)
     scaler.update()
-    param.grad = torch.tensor([512.0])
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
+    take_step(scaler, optimizer, 512.0)
     return str(param.item())
 
 
