@@ -26,10 +26,7 @@ WRAPPED = {
 @pytest.mark.parametrize("mode", [eager, traced])
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_custom_loop_continues(tmp_path, name, mode):
-    """A `Checkpoint` of the variable and the optimizer is restored before its slots exist, and in a graph after, too.
-
-    An optimizer that has taken no step can also be saved and restored.
-    """
+    """A `Checkpoint` is restored before the slots of the optimizer exist, and in a graph after, too."""
 
     def make_run():
         variable, optimizer = tf.Variable([1.0, 2.0]), WRAPPED[name]()
@@ -49,7 +46,6 @@ def test_a_custom_loop_continues(tmp_path, name, mode):
 
     original, copy = make_run(), make_run()
     checkpoint, other_checkpoint = (tf.train.Checkpoint(variable=run[0], optimizer=run[1]) for run in (original, copy))
-    other_checkpoint.read(checkpoint.write(tmp_path / "begun")).assert_existing_objects_matched()
     for factor in (1.0, np.inf, 1.0, 1.0):
         original[2](tf.constant(factor))
     status = other_checkpoint.restore(checkpoint.save(tmp_path / "checkpoint"))
@@ -58,12 +54,6 @@ def test_a_custom_loop_continues(tmp_path, name, mode):
             step(tf.constant(factor))
         assert bits(*copy) == bits(*original)
     status.assert_consumed()
-
-
-def test_keras_own_wrapper_refuses_our_config():
-    """It does not know the policy, and would continue with its own rule."""
-    with pytest.raises(ValueError, match="LossScaleOptimizer does not support"):
-        keras.optimizers.LossScaleOptimizer.from_config(LossScaleOptimizer(keras.optimizers.SGD(0.1)).get_config())
 
 
 @pytest.mark.parametrize("wrapper", [LossScaleOptimizer, lossscale_keras.LossScaleOptimizer])
