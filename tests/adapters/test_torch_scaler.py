@@ -1,13 +1,10 @@
-"""`GradScaler` by its public names: losses, outcomes, a disabled scaler, and other threads.
+"""`GradScaler` by its public names: losses, new scales, outcomes, and a disabled scaler.
 
 `test_torch_fuzz.py` shows that it does what torch's scaler does, and `test_torch_differences.py` where it does not.
 """
 
 import json
 import math
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -38,13 +35,6 @@ def test_nested_losses():
     assert nested["a"][1][0].item() == 4.0
     assert [t.item() for t in scaler.scale(iter([one, one]))] == [4.0, 4.0]
     assert type(scaler.scale(torch.return_types.max((one, one)))) is torch.return_types.max
-
-
-def test_losses_within_functional_transforms():
-    """`torch.func.grad_and_value` and `vmap` of it scale as eager code does."""
-    scaler, values = GradScaler("cpu", init_scale=8.0), torch.tensor([1.0, 2.0])
-    transformed = torch.func.vmap(torch.func.grad_and_value(lambda weight: scaler.scale((weight * weight).sum())))
-    assert [part.tolist() for part in transformed(values)] == [[16.0, 32.0], [8.0, 32.0]]
 
 
 def test_losses_do_not_keep_their_base():
@@ -145,29 +135,3 @@ def test_guarded_optimizers_under_disabled_scalers():
         info = take_step(scaler, optimizer, value)
         assert bool(info.applied) is bool(info.applied_of(optimizer)) is (value == 1.0)
     assert scaler.metrics()["loss_scale"] == scaler.get_scale() == 1.0
-
-
-# -- other threads -----------------------------------------------------------------------------------------------------
-
-
-def test_another_thread_reads_numbers():
-    """A logger that calls `get_scale`, `metrics` and `state_dict` at any time raises nothing, and changes nothing."""
-    scaler, is_over, interval = GradScaler("mps", growth_interval=3), threading.Event(), sys.getswitchinterval()
-
-    def read():
-        while not is_over.is_set():
-            scaler.get_scale()
-            scaler.metrics()
-            scaler.state_dict()
-
-    sys.setswitchinterval(1e-6)
-    with Emulated("mps"), ThreadPoolExecutor() as pool:
-        (_, optimizer), reading = one(fused=True, device="mps"), pool.submit(read)
-        try:
-            for grad in [1.0, 1.0, INF] * 15:
-                take_step(scaler, optimizer, grad)
-        finally:
-            is_over.set()
-            sys.setswitchinterval(interval)
-        assert scaler.metrics()["skipped_steps"] == 15
-    reading.result()
