@@ -71,7 +71,7 @@ MISTAKES = {
         # arguments in another order
         (POLICY.update, (True, STATE), f"state=True is not a state, since it has no loss_scale; {CALL_UPDATE}"),
         (POLICY.update, (STATE, GRADS), f"must be a bool of shape (); {CALL_UPDATE}, with what all_finite returned"),
-        (POLICY.update, (STATE, np.array([True])), "must be a bool of shape ()"),
+        (POLICY.update, (STATE, np.array([True])), "grads_finite=array([ True]) must be a bool of shape ()"),
         (simulate, ([True, False], POLICY), f"must be a sequence of bools; {CALL_SIMULATE}"),
         *((simulate, (POLICY, wrong), CALL_SIMULATE) for wrong in ("0010", [True, 0.5])),
         (SpikeGuard().check, (1.0, STATE), "state=1.0 is not a state of a guard; call check(state, norm)"),
