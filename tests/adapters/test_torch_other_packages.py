@@ -8,12 +8,10 @@ import torch
 
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
-from tests.adapters.torch_steps import one, take_step
-
-AGAINST_TORCH = pytest.mark.parametrize("base", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
+from tests.adapters.torch_steps import one, take_step, take_steps
 
 
-@AGAINST_TORCH
+@pytest.mark.parametrize("base", [GradScaler, torch.amp.GradScaler], ids=["ours", "torch"])
 def test_private_names_of_torch(base):
     """The scaler has the private names of torch's scaler before and after its tensors are made."""
     scaler = base("cpu", init_scale=8.0)
@@ -34,12 +32,13 @@ def test_writes_between_step_and_update():
             assert scaler.get_scale() == expected
 
 
-@AGAINST_TORCH
-def test_replaced_unscaling(base):
+@pytest.mark.parametrize(("base", "clips"), [(torch.amp.GradScaler, False), (GradScaler, False), (GradScaler, True)])
+def test_replaced_unscaling(base, clips):
     """A scaler with another `_unscale_grads_` accepts float16 gradients, as sd-scripts need in full float16."""
     param = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
     optimizer, scaler = torch.optim.SGD([param], lr=1.0), base("cpu", init_scale=8.0)
     original = scaler._unscale_grads_
     scaler._unscale_grads_ = lambda optimizer, inverse, found, _: original(optimizer, inverse, found, True)
-    take_step(scaler, optimizer, 8.0)
-    assert param.item() == 0.0
+    prepare = [(scaler.unscale_and_clip_, optimizer, 0.5)] if clips else []
+    take_steps([param], [optimizer], scaler, 1.0, prepare=prepare)
+    assert param.item() == pytest.approx(0.5 if clips else 0.0, rel=1e-3)
