@@ -65,7 +65,7 @@ def test_agrees_with_torch(kinds, norm_type, max_norm, dtype):
 @pytest.mark.parametrize("order", [2.0, 8.0])
 def test_an_overflow_skips_both_optimizers(order):
     """All parameters of a common clip stay, and the scale backs off, also if float64 may not hold the powers."""
-    norm, params, scale = _clipped([SGD["foreach"]] * 2, [torch.ones(5), torch.tensor([1.0, INF])], 1.0, order)
+    norm, params, scale = _clipped([SGD["foreach"]] * 2, [torch.ones(5), torch.tensor([1.0, math.nan])], 1.0, order)
     assert not torch.isfinite(norm)
     assert not any(param.any() for param in params)
     assert scale == 2.0**9
