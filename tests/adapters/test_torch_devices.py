@@ -43,7 +43,7 @@ def _run(device: str, kind: str, call: str, **settings: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize("guard", [None, SpikeGuard(warmup=2)], ids=["unguarded", "guarded"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("device", "kind"), [*PLACES, *(pytest.param("cuda", kind, marks=GPU) for kind in OPTIMIZERS)])
-def test_each_step_is_that_of_the_host(device, kind, call, guard):
+def test_each_step_is_the_hosts(device, kind, call, guard):
     """Outcomes, weights, moments, state and guard are those of the CPU; nothing needs what the device lacks."""
     expected = _run("cpu", kind, call, guard=guard)
     with contextlib.nullcontext() if device == "cuda" else Emulated(device):
@@ -59,7 +59,7 @@ def test_each_step_is_that_of_the_host(device, kind, call, guard):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_norm_with_squares_that_overflow_is_a_spike(call):
+def test_overflowing_squares_are_a_spike(call):
     """Where float64 is missing, too: finite gradients of 1e30 are refused by the guard, and are not an overflow."""
     with Emulated("mps"):
         param = torch.nn.Parameter(torch.ones(3, device="mps"))
@@ -78,7 +78,7 @@ def test_a_norm_with_squares_that_overflow_is_a_spike(call):
 
 @pytest.mark.parametrize("order", [2.0, 3.0, INF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_norm_of_gradients_on_two_devices(dtype, order):
+def test_a_norm_on_two_devices(dtype, order):
     """It is computed where the loss scale is, without float64; a gradient on the host may be beyond float32."""
     with Emulated("mps"):
         for on_host, applied in ((3.0, True), (1e50, dtype is torch.float64), (math.nan, False)):
@@ -93,7 +93,7 @@ def test_a_norm_of_gradients_on_two_devices(dtype, order):
             assert norm.item() == pytest.approx(exact) or on_host != 3.0
 
 
-def test_bfloat16_on_cuda_is_read_once_and_not_written_by_a_check():
+def test_bfloat16_on_cuda_is_read_once():
     """torch's kernel does not support it there: one norm checks the gradients, and only a clip multiplies them."""
     with Emulated("cuda") as seen:
         param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16, device="cuda"))

@@ -92,7 +92,7 @@ def _leave_out(rank, world_size):
         assert int(scaler.metrics()["skipped_steps"]) == 2
 
 
-def test_a_step_that_one_rank_leaves_out():
+def test_one_rank_leaves_a_step_out():
     """All ranks skip it, whatever was called before, and later steps are those of all."""
     on_ranks(2, _leave_out)
 
@@ -114,7 +114,7 @@ def _leave_out_after_a_clip(rank, world_size):
         assert param.item() == before  # the last step was not taken
 
 
-def test_a_step_that_one_rank_leaves_out_after_a_clip():
+def test_one_rank_skips_after_a_clip():
     """The clip has decided for all, so that the next update is an error on all ranks."""
     on_ranks(2, _leave_out_after_a_clip)
 

@@ -123,7 +123,7 @@ def test_a_whole_recorded_step(make, clips, device):
     assert (int(numbers["steps"]), int(numbers["skipped_steps"])) == (len(values), 3)
 
 
-def test_a_state_on_the_host_cannot_be_captured(monkeypatch):
+def test_host_states_cannot_be_captured(monkeypatch):
     """Each replay would write it again; one step of a fused optimizer before the capture puts it on the device."""
     # What asks the driver of a GPU: without one a scaler for "cuda" is disabled.
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", bool)

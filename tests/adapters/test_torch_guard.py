@@ -76,7 +76,7 @@ class _OwnStepScaler(GradScaler):
 
 
 @EITHER_KIND
-def test_a_subclass_with_its_own_step_is_guarded(fused):
+def test_subclasses_with_own_steps_are_guarded(fused):
     """The guard flags spikes for the subclass, and checks each norm once, before `clip_grad_norm_` changes it."""
     param, optimizer = one(fused)
     scaler = _OwnStepScaler("cpu", policy=POLICY, guard=GUARD)
@@ -91,7 +91,7 @@ def test_a_subclass_with_its_own_step_is_guarded(fused):
 
 
 @pytest.mark.parametrize("order", [2.0, 3.0])
-def test_a_spike_skips_all_optimizers_that_are_clipped_together(order):
+def test_a_spike_skips_all_clipped_optimizers(order):
     """A spike of the common norm skips every optimizer and keeps the loss scale, for norms of order 2 and 3."""
     params, optimizers, scaler = _setup()
     prepare = [(scaler.unscale_and_clip_, optimizers, 1.0, order)]
@@ -133,7 +133,7 @@ def test_a_replayed_graph_checks_the_norms(is_guarded):
 
 
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["scaler", "guarded"])
-def test_a_bad_state_of_a_guard_changes_nothing(is_guarded):
+def test_a_bad_guard_state_changes_nothing(is_guarded):
     """If the guard rejects its entry, all settings, counters and hooks stay unchanged."""
     param, optimizer = one(momentum=0.9)
     if is_guarded:
@@ -218,7 +218,7 @@ def _have_one_bad_rank(rank, world_size):
     assert not take_steps([param], [optimizer], scaler, 1.0, prepare=[clip]).applied
 
 
-def test_one_bad_rank_skips_the_step_on_all_ranks():
+def test_one_bad_rank_skips_everywhere():
     """A veto, a spike or an overflow on one rank skips the step on all ranks; only an overflow lowers the loss scale.
 
     The guards of all ranks learn the largest norm. They do not learn a step that overflowed or was vetoed on any rank.

@@ -67,7 +67,7 @@ def test_a_bad_gradient_changes_nothing(make, dtype, max_norm):
     assert same(*runs)
 
 
-def test_a_closure_runs_once_before_the_check():
+def test_a_closure_runs_once():
     """`step` returns the result of the closure, even if the step is skipped."""
     (param, optimizer), losses = one(), []
     guarded(optimizer)
@@ -186,7 +186,7 @@ def test_the_first_skipped_step_is_logged(fused, names, caplog):
     assert "31 of 32 steps" in often
 
 
-def test_a_step_on_a_device_is_logged_late(caplog, monkeypatch):
+def test_steps_on_devices_are_logged_late(caplog, monkeypatch):
     """The line comes when a copy of the counts has arrived, without a read; later lines as often as the watch looks."""
     monkeypatch.setattr(_watch, "LateCopy", EmulatedCopy)
     with Emulated("mps"):

@@ -147,7 +147,7 @@ def _require_exact(make, resume, folder, wrap=lambda model: model):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 @pytest.mark.parametrize("resume", WAYS.values(), ids=WAYS)
-def test_a_resumed_run_equals_a_run_without_a_break(resume, make, tmp_path):
+def test_a_resumed_run_is_exact(resume, make, tmp_path):
     """Norms, spikes, counts, streaks and parameters are the same, to the bit."""
     _require_exact(make, resume, tmp_path)
 
@@ -172,7 +172,7 @@ def test_a_sharded_run_resumes_exactly(kind):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
-def test_a_checkpoint_of_a_plain_optimizer_starts_over(tool, tmp_path):
+def test_a_plain_checkpoint_starts_over(tool, tmp_path):
     """No number of the run before remains; `load_state_dict` warns, and other tools load before `guarded`."""
     plain, (model, optimizer) = _parts(MAKES["AdamW"]), _parts(MAKES["AdamW"])
     plain[0](torch.ones(4, 4)).sum().backward()

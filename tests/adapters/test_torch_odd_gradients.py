@@ -64,7 +64,7 @@ def test_gradients_of_every_kind(kind, bad, clips):
     assert beside.tolist() == [-1.0 if is_finite else 0.0] * 2
 
 
-def test_sparse_duplicates_that_overflow_in_their_sum():
+def test_sparse_duplicates_overflow_in_sums():
     """They are found; the sum is what a step would add."""
     sparse = torch.sparse_coo_tensor([[0, 0]], [3e38, 3e38], (2,), check_invariants=True)
     assert not all_finite([torch.ones(2), sparse])
