@@ -63,7 +63,7 @@ WRAPPED = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
 @pytest.mark.parametrize("is_kept_first", [True, False])
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_a_module_is_kept_in_every_wrapper(kind, is_kept_first):
+def test_every_wrapper_keeps_a_module(kind, is_kept_first):
     """The loss is the same whether a module is kept before or after it is wrapped, bit for bit."""
     model, x = _net(1.0, 1e6)
     entries, names = set(model.state_dict()), ["blocks.1", "norm"]
@@ -149,7 +149,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_module_that_cannot_be_kept_is_refused(name):
+def test_other_modules_are_refused(name):
     """The message names the remedy; under FSDP2 it shows the line to write."""
     program, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
@@ -203,7 +203,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_plan_names_modules_or_a_remedy(name):
+def test_plans_name_modules_or_a_remedy(name):
     """It names the modules to keep, or says that none helps; a smaller loss scale comes before more modules.
 
     A pattern stands for several modules; if only one of several blocks is kept, it is named itself.
@@ -239,7 +239,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS if IS_SWEEP else ["T5ForConditionalGeneration"])
-def test_a_plan_for_a_model_of_another_project(name):
+def test_plans_for_other_projects_models(name):
     """A plan for a model that is made from its configuration is minimal, and a step with it is applied."""
     torch.manual_seed(0)
     model, loss_of_model = model_of_transformers(name)
@@ -275,7 +275,7 @@ def test_a_plan_under_fsdp2(autocast):
     assert plan.after.forward_finite
 
 
-def test_a_plan_accepts_a_scale_of_one():
+def test_plans_accept_a_scale_of_one():
     """A loss scale of 1 is enough unless `at_least` is larger; `before` describes the batch that overflows first."""
     model, x = _net(1.0)
     largest = range_report(model, _loss_fn(model, x)).overflows_above

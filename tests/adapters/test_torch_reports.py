@@ -124,7 +124,7 @@ def test_checkpointed_modules_keep_their_names(reentrant):
     assert x.grad is None
 
 
-def test_a_mask_of_infinity_is_no_overflow():
+def test_masks_of_infinity_are_no_overflow():
     """The model writes such a mask on purpose."""
     model, x = _network("half")
     mask = torch.tensor([True] + [False] * 7)
@@ -181,7 +181,7 @@ def test_nothing_is_changed(raises):
     assert model[1].running_mean is buffer
 
 
-def test_an_attached_loss_has_the_reports_scale():
+def test_attached_losses_have_the_reports_scale():
     """A report sees the overflow of an attached loss; afterwards `attach` uses the scale of its scaler again."""
     scaler, model = GradScaler("cpu", init_scale=4.0), nn.Linear(4, 1).half()
     x = torch.ones(2, 4, dtype=torch.float16)

@@ -62,7 +62,7 @@ def test_a_plain_loop_is_logged(device, fused, caplog, monkeypatch):
 
 @EITHER_KIND
 @pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_a_streak_is_an_error_once_known(device, fused):
+def test_known_streaks_are_errors(device, fused):
     """At the limit, and again only after another streak; on a device nothing is raised where nothing is read."""
     with Emulated("mps"):
         scaler = GradScaler(device, policy=DynamicScaling(max_overflow_streak=3))
