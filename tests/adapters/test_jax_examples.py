@@ -20,12 +20,7 @@ HELD_BACK = {
     "jax_sharded": lambda state: (state.params, state.step, state.opt_state.inner_state),
 }
 """The parts of `training` that a skipped step must not change, by example."""
-COUNTS = {
-    "jax_plain": lambda training: training.applied_steps,
-    "jax_flax_linen": lambda state: state.step,
-    "jax_sharded": lambda state: state.step,
-}
-"""The counters in `training`, which must count applied steps only."""
+EACH_EXAMPLE = pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("jax_*.py")))
 
 
 def _main(name):
@@ -37,29 +32,19 @@ def _numbers(tree):
     return [np.asarray(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree) if not callable(leaf)]
 
 
-def test_no_example_is_left_out():
-    """Each JAX example is in the table."""
-    assert {path.stem for path in EXAMPLES.glob("jax_*.py")} == HELD_BACK.keys()
-
-
-@pytest.mark.parametrize("name", HELD_BACK)
-def test_it_learns(name, capsys):
+@EACH_EXAMPLE
+def test_it_learns(name):
     """An example classifies over 90 % of the digits; its first steps overflow, and its float32 weights stay finite."""
     result = _main(name)()
     assert result.accuracy > 0.9
     assert result.scale_state.steps == 200
     assert 0 < result.scale_state.skipped_steps < 20
-    if name in COUNTS:
-        assert COUNTS[name](result.training) == result.scale_state.steps - result.scale_state.skipped_steps
     numbers = _numbers(HELD_BACK[name](result.training))
     assert {number.dtype for number in numbers} <= {np.dtype(np.float32), np.dtype(np.int32)}
     assert all(np.isfinite(number).all() for number in numbers)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("accuracy 0.9")
-    assert "; healthy: " in line
 
 
-@pytest.mark.parametrize("name", HELD_BACK)
+@EACH_EXAMPLE
 def test_an_overflow_changes_the_scale_only(name):
     """If the first step overflows, all trained values are the same as before, bit for bit."""
     before, after = (_main(name)(steps) for steps in (0, 1))
@@ -76,11 +61,3 @@ def test_a_resumed_run():
     assert resumed.opt_state.scale_state.growth_tracker > 0
     assert resumed.opt_state.guard_state.norms > 0
     assert [leaf.tobytes() for leaf in _numbers(resumed)] == [leaf.tobytes() for leaf in _numbers(uninterrupted)]
-
-
-def test_the_sharded_example_is_sharded():
-    """Weights and moments stay sharded over all devices."""
-    training = _main("jax_sharded")(1).training
-    for leaf in jax.tree.leaves((training.params, training.opt_state.inner_state[0].mu)):
-        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {leaf.shape[0] // jax.device_count()}
-    assert jax.device_count() == 8
