@@ -1,15 +1,10 @@
-"""Functions that tests of JAX share: steps, the bits of a pytree, and a check whether the host reads an array."""
-
-import contextlib
+"""Functions that tests of JAX share: steps, and the bits of a pytree."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
-READERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__", "item", "tolist")
-"""The methods by which the host reads an array."""
 WRAPS = {"eager": lambda function: function, "jit": jax.jit}
 
 
@@ -39,21 +34,3 @@ def bits(tree):
 def times(tree, factor):
     """Multiply each leaf."""
     return jax.tree.map(lambda leaf: leaf * factor, tree)
-
-
-@contextlib.contextmanager
-def reads_told(report):
-    """Call `report` each time that Python converts a JAX array to a number or a NumPy array."""
-    kind = type(jnp.ones(()))
-
-    def wrap(reader):
-        def read(self, *args, **kwargs):
-            report()
-            return reader(self, *args, **kwargs)
-
-        return read
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in READERS:
-            patch.setattr(kind, name, wrap(getattr(kind, name)))
-        yield
