@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 
-from lossscale_core import DynamicScaling, FixedScaling, SpikeGuard, state_from_dict
+from lossscale_core import DynamicScaling, SpikeGuard, state_from_dict
 from lossscale_core.errors import CheckpointWarning, PolicyError
 from lossscale_keras import LossScaleOptimizer
 from tests.adapters.keras_loops import EACH_WRAPPER, assert_same, values_of
@@ -30,8 +30,8 @@ def _fitted(optimizer):
     return model
 
 
-def _trained(wrapper=LossScaleOptimizer, policy=POLICY, **settings):
-    model = _fitted(wrapper(keras.optimizers.Adam(0.01, use_ema=True), policy, **settings))
+def _trained(wrapper=LossScaleOptimizer, **settings):
+    model = _fitted(wrapper(keras.optimizers.Adam(0.01, use_ema=True), policy=POLICY, **settings))
     model.fit(BAD, np.ones(8), batch_size=8, verbose=0)
     return model
 
@@ -43,26 +43,13 @@ def _continued(model):
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own variables, to NumPy
 @EACH_WRAPPER
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"guard": SpikeGuard(), "global_clipnorm": 5.0}, {"policy": FixedScaling(2.0**10)}],
-    ids=["plain", "guarded", "fixed"],
-)
-@pytest.mark.parametrize("by_pickle", [False, True])
-def test_a_saved_model_continues_exactly(tmp_path, wrapper, settings, by_pickle):
-    """The loaded model has the same policy, guard and norm."""
-    model = _trained(wrapper, **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CheckpointWarning)
-        if by_pickle:
-            loaded = pickle.loads(pickle.dumps(model))
-        else:
-            model.save(tmp_path / "model.keras")
-            loaded = keras.models.load_model(tmp_path / "model.keras")
+@pytest.mark.filterwarnings("error::lossscale_core.errors.CheckpointWarning")
+def test_a_saved_model_continues_exactly(wrapper):
+    """The loaded model has the same policy, guard and norm. Keras's pickle contains a `.keras` file."""
+    model = _trained(wrapper, guard=SpikeGuard(), global_clipnorm=5.0)
+    loaded = pickle.loads(pickle.dumps(model))
     assert type(loaded.optimizer) is wrapper
-    assert loaded.optimizer.policy == settings.get("policy", POLICY)
-    assert loaded.optimizer.guard == settings.get("guard")
-    assert loaded.optimizer.global_clipnorm == settings.get("global_clipnorm")
+    assert loaded.optimizer.get_config() == model.optimizer.get_config()
     assert loaded.optimizer.state_dict() == model.optimizer.state_dict()
     assert_same(_continued(loaded), _continued(model))
 
@@ -100,27 +87,24 @@ def test_each_backend_writes_equal_files(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 @EACH_WRAPPER
-def test_weights_files_load_into_another_policy(tmp_path, wrapper):
+def test_weights_files_load_by_name(tmp_path, wrapper):
     """The file stores numbers by name, so that a guard may be added. A file of the inner optimizer has no state."""
-    model = _trained(wrapper)
+    adam = lambda: keras.optimizers.Adam(0.01, use_ema=True)  # noqa: E731
+    model, other = _trained(wrapper), _fitted(wrapper(adam(), policy=POLICY, guard=SpikeGuard()))
     model.save_weights(tmp_path / "model.weights.h5")
-    other = _trained(wrapper, guard=SpikeGuard())
-    _continued(other)
     with pytest.warns(CheckpointWarning, match="no state of a spike guard"):
         other.load_weights(tmp_path / "model.weights.h5")
     assert other.optimizer.state_dict().items() >= model.optimizer.state_dict().items()
-    assert_same(values_of(other.trainable_variables), values_of(model.trainable_variables))
-    loaded = values_of(other.optimizer.inner_optimizer.variables)
-    assert_same(loaded, values_of(model.optimizer.inner_optimizer.variables))
-    _fitted(keras.optimizers.Adam(0.01, use_ema=True)).save_weights(tmp_path / "plain.weights.h5")
+    loaded, saved = (values_of(m.trainable_variables, m.optimizer.inner_optimizer.variables) for m in (other, model))
+    assert_same(loaded, saved)
+    _fitted(adam()).save_weights(tmp_path / "plain.weights.h5")
     with warnings.catch_warnings(record=True) as warned:  # the other one is Keras's, about the variables of Adam
         warnings.simplefilter("always")
         model.load_weights(tmp_path / "plain.weights.h5")
-    (message,) = [str(w.message) for w in warned if w.category is CheckpointWarning]
-    assert "the loss scale starts over" in message
+    assert any("the loss scale starts over" in str(warning.message) for warning in warned)
 
 
-def test_the_wrapper_continues_an_unwrapped_run(tmp_path):
+def test_the_wrapper_continues_an_unwrapped_run():
     """If a loaded optimizer is wrapped, it has the same variables as before."""
     plain = _fitted(keras.optimizers.SGD(0.0, momentum=1.0))
     inner = plain.optimizer
@@ -138,38 +122,17 @@ def test_a_config(wrapper):
     """The config is JSON without running state. It makes an equal wrapper around a new inner optimizer."""
     inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=3.0)
     optimizer = wrapper(inner, policy=DynamicScaling(hysteresis=2), guard=SpikeGuard(threshold=4.0))
-    variable = keras.Variable(np.ones(1))
     for _ in range(2):
-        optimizer.apply([optimizer.scale_loss(keras.ops.full((1,), np.inf))], [variable])
+        optimizer.apply([optimizer.scale_loss(keras.ops.full((1,), np.inf))], [keras.Variable(np.ones(1))])
     assert float(optimizer.loss_scale) == 2.0**15
     config = json.loads(json.dumps(optimizer.get_config()))
-    before = json.dumps(config)
-    for _ in range(2):
-        copy = wrapper.from_config(config)
-        assert json.dumps(config) == before
-        assert copy.get_config() == config
-        assert (copy.policy, copy.guard, copy.global_clipnorm) == (optimizer.policy, optimizer.guard, 3.0)
-        assert float(copy.loss_scale) == 2.0**16
-        assert type(copy.inner_optimizer) is type(inner)
-        assert copy.inner_optimizer is not inner
+    copy = wrapper.from_config(config)
+    assert config == copy.get_config() == optimizer.get_config()
+    assert (copy.policy, copy.guard, copy.global_clipnorm) == (optimizer.policy, optimizer.guard, 3.0)
+    assert float(copy.loss_scale) == 2.0**16
+    assert copy.inner_optimizer is not inner
     with pytest.raises(PolicyError, match=r"policy\.toml"):  # a config, perhaps a stranger's, has no path to open
         wrapper.from_config({**config, "policy": "policy.toml"})
-
-    @keras.saving.register_keras_serializable("tests")
-    class Own(keras.optimizers.SGD):
-        pass
-
-    config = wrapper(Own(0.5)).get_config()
-    assert type(wrapper.from_config(config).inner_optimizer) is Own
-
-
-@pytest.mark.skipif(not hasattr(keras.optimizers, "OptimizerMap"), reason="older versions have no MultiOptimizer")
-def test_a_config_works_on_each_backend():
-    """On PyTorch, Keras has optimizer classes of its own. The config has names that work on other backends, too."""
-    several = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), {"kernel": keras.optimizers.SGD()})
-    config = LossScaleOptimizer(keras.optimizers.MultiOptimizer(several)).get_config()
-    assert "keras.src.backend" not in json.dumps(config)
-    assert LossScaleOptimizer.from_config(config).get_config() == config
 
 
 def test_a_state_dict_is_portable():
@@ -178,11 +141,9 @@ def test_a_state_dict_is_portable():
     state = json.loads(json.dumps(model.optimizer.state_dict()))
     assert state_from_dict(state, POLICY).steps == 9
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(), POLICY, guard=SpikeGuard())
+    optimizer.apply([optimizer.scale_loss(keras.ops.ones(1))], [keras.Variable(np.ones(1))])
     optimizer.load_state_dict(state)
     assert optimizer.state_dict() == state
     assert not bool(optimizer.last_step.applied)
-    assert optimizer.diagnose() == model.optimizer.diagnose()
-    names = {variable.name for variable in optimizer.variables}
-    assert names >= {*state_from_dict(state, POLICY)._fields, "guard_mean"}
     with pytest.warns(CheckpointWarning, match=r"the saved guard is dropped; pass guard=SpikeGuard\(\)"):
         LossScaleOptimizer(keras.optimizers.SGD(), POLICY).load_state_dict(state)
