@@ -24,7 +24,6 @@ def _main(name):
 
 def _assert_healthy(accuracy, optimizer):
     assert accuracy > 0.9
-    assert int(optimizer.metrics()["steps"]) == 200
     assert 0 < int(optimizer.metrics()["skipped_steps"]) < 20
 
 

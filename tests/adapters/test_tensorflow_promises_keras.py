@@ -81,8 +81,7 @@ def test_the_examples(optimizers, make):
     opt.minimize(loss_fn, var_list=var)
     assert var.numpy() == 0.5
     with tf.GradientTape() as tape:
-        loss = loss_fn()
-        scaled_loss = opt.get_scaled_loss(loss)
+        scaled_loss = opt.get_scaled_loss(loss_fn())
     scaled_grad = tape.gradient(scaled_loss, var)
     (grad,) = opt.get_unscaled_gradients([scaled_grad])
     opt.apply_gradients([(grad, var)])
