@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, FixedScaling, state_from_dict, state_to_dict
@@ -43,6 +43,7 @@ TRACES = overflow_traces(max_steps=20)
 
 @settings(deadline=None)
 @given(RULES | policies(), TRACES, st.none() | st.sampled_from(BEYOND), st.sampled_from(OTHERS), TRACES)
+@example(DynamicScaling(), [True] * 4, None, WIDE, [True])
 def test_a_device_follows_each_policy(policy, trace, entries, other, trace_of_other):
     """Each state and each outcome is the policy's own, also after a checkpoint, and after a change of the policy."""
     with Emulated("mps"), np.errstate(over="ignore"):
