@@ -38,7 +38,7 @@ BEYOND = (
 """Entries of checkpoints with which torch's kernel could not continue."""
 WIDE = DynamicScaling(min_scale=2.0**-126, max_scale=2.0**126, growth_interval=2)
 OTHERS = WIDE, dataclasses.replace(WIDE, refill_on_finite=False, refill_on_backoff=True), FixedScaling(4.0)
-TRACES = overflow_traces(max_steps=20)
+TRACES = overflow_traces(max_steps=12)
 
 
 @settings(deadline=None)
