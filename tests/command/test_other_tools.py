@@ -141,6 +141,7 @@ def test_another_policy_continues_the_run():
 ITERATIONS = {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": -1}
 REFUSED = {
     from_tool: [
+        ("torch", [], "must be a dict"),
         ("torch", {"growth_intervall": 3}, "'growth_intervall' is not a key of torch; did you mean 'growth_interval'"),
         ("torch", {"init_scale": 4.0, "scale": 8.0}, "scale and init_scale are names of one setting"),
         ("deepspeed", {"initial_scale_power": -2}, "min_scale=1.0 must not exceed init_scale=0.25"),
