@@ -41,7 +41,7 @@ def _empty_wheel(folder, name, version):
     return path
 
 
-def test_the_wheel_holds_the_source_and_nothing_else():
+def test_the_wheel_holds_only_the_source():
     """The packages in the wheel have the files of `src`, byte for byte, and the wheel is small."""
     with zipfile.ZipFile(WHEEL) as zipped:
         packed = {name: zipped.read(name) for name in zipped.namelist() if ".dist-info/" not in name}
@@ -69,7 +69,7 @@ def test_an_installation_changes_no_other_package(python, tmp_path, extras):
     assert changed == {"array-api-compat", "lossscale"}
 
 
-def test_the_tests_pass_on_the_installed_wheel(tmp_path):
+def test_tests_pass_on_the_wheel(tmp_path):
     """The tests of the core's import, of its verbs and of the command run in a folder without the source."""
     assert "site-packages" in lossscale_core.__file__
     shutil.copytree(ROOT / "tests", tmp_path / "tests")
