@@ -58,6 +58,7 @@ def test_a_picture_has_the_traces_steps(tmp_path, figures):
     scale, norm = both
     assert norm.lines[0].get_xdata().tolist() == [5, 6, 7, 8, 9]
     assert scale.get_xlim() == norm.get_xlim()
+    assert (scale.get_yscale(), norm.get_yscale()) == ("log", "log")
     steps, crosses = scale.lines
     assert (steps.get_xdata().tolist(), crosses.get_xydata().tolist()) == ([*range(10)], [[3.0, 6.5]])
 

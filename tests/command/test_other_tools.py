@@ -154,7 +154,7 @@ REFUSED = {
         ("torch", {}, "has no scale, growth_tracker, and is empty"),
         ("apex", {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}, "loss_scaler1": {}}, "holds 2 scalers"),
         ("torch", {"scale": 8.0, "_growth_tracker": -5}, "growth_tracker=-5 .* must be a whole number from 0"),
-        ("deepspeed", {**ITERATIONS, "last_overflow_iter": 30, "scale_window": 4}, "cur_iter=3 must be after last_"),
+        ("deepspeed", {**ITERATIONS, "last_overflow_iter": 3, "scale_window": 4}, "cur_iter=3 must be after last_"),
         ("deepspeed", ITERATIONS, r"depends on growth_interval, .* pass policy=from_tool\('deepspeed'"),
     ],
 }

@@ -99,3 +99,13 @@ def test_an_unknown_saved_policy_causes_warnings():
         with pytest.warns(CheckpointWarning, match="cannot be compared"):
             loaded = state_from_dict({**SAVED, "growth_tracker": 7, "policy": policy}, DynamicScaling())
         assert loaded.growth_tracker == tracker
+
+
+def test_an_edited_key_of_torch_is_used():
+    """A state with torch's keys loads in silence, and with torch's number and a warning if the two differ."""
+    torchs = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+    saved = {**state_to_dict(DynamicScaling(init_scale=8.0).init_state(), "dynamic"), **torchs}
+    assert state_from_dict(saved).loss_scale == 8.0
+    for scale in (4.0, 16.0):
+        with pytest.warns(CheckpointWarning, match=rf"loss_scale=8\.0, and torch's scale={scale}, which is used"):
+            assert state_from_dict({**saved, "scale": scale}).loss_scale == scale
