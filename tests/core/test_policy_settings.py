@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import pickle
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScalingPolicy, SpikeGuard
 from lossscale_core.adapters import check_setting
+from lossscale_core.errors import PolicyError
 
 
 def test_numbers_become_plain_python():
@@ -39,14 +41,25 @@ def test_the_defaults_are_an_interface():
     assert dataclasses.asdict(SpikeGuard()) == {"threshold": 8.0, "memory": 128, "warmup": 16, "max_streak": None}
 
 
-def test_a_range_includes_its_ends():
-    """A setting may have the smallest and the largest value of its range, which are exact in float32."""
-    ends = {
+COUNTS = (1, 2**31 - 1)
+RANGES = {
+    DynamicScaling: {
+        "init_scale": (2.0**-126, 2.0**126),
         "growth_factor": (1.0 + 2.0**-23, 2.0**126),
         "backoff_factor": (2.0**-126, 1.0 - 2.0**-24),
-        "max_overflow_streak": (1, 2**31 - 1),
-    }
-    for name, values in ends.items():
-        for value in values:
-            assert getattr(DynamicScaling(**{name: value}), name) == value
-    assert [SpikeGuard(warmup=count).warmup for count in (1, 2**24)] == [1, 2**24]
+        **{"growth_interval": COUNTS, "hysteresis": COUNTS, "cooldown": (0, 2**31 - 1), "max_overflow_streak": COUNTS},
+    },
+    SpikeGuard: {"threshold": (1.0, 2.0**126), "memory": (1, 2**24), "warmup": (1, 2**24), "max_streak": COUNTS},
+}
+
+
+@pytest.mark.parametrize(("kind", "ranges"), RANGES.items())
+def test_a_range_has_two_ends(kind, ranges):
+    """A setting may have the smallest and the largest value of its range, which are exact in float32, but no other."""
+    bounds = {} if kind is SpikeGuard else {"min_scale": 2.0**-126, "max_scale": 2.0**126}
+    for name, ends in ranges.items():
+        for end, limit in zip(ends, (-math.inf, math.inf), strict=True):
+            assert getattr(kind(**{**bounds, name: end}), name) == end
+            beyond = math.nextafter(end, limit) if isinstance(end, float) else end + int(math.copysign(1, limit))
+            with pytest.raises(PolicyError, match=name):
+                kind(**{**bounds, name: beyond})

@@ -86,6 +86,8 @@ def test_an_overflow_report_has_a_verdict():
         16,
         "the gradient of 13 is not finite, and the gradient of 14 is (14 of 16 are not)",
     )
+    report = OverflowReport(bad, checked=14, in_order=[name for name, _ in bad])
+    assert "none of the 14 gradients is finite: look at the loss or the last layer" in str(report)
     assert OverflowReport([nan]).verdict == "pass loss= to learn whether the scale or the loss is the cause"
 
 
