@@ -124,6 +124,12 @@ def test_a_checkpoint_is_recognised(name, entries):
     assert state_from_dict(json.loads(json.dumps(state_to_dict(state)))) == state
 
 
+def test_no_tool_is_recognised():
+    """What is no dict, and a dict of too many entries, have the names of no tool."""
+    for other in ([8.0, 7], {"step": 1}, {**PLACED[0][1], **dict.fromkeys(range(1000))}):
+        assert tools_of_checkpoint(other) == []
+
+
 def test_another_policy_continues_the_run():
     """A counter that the checkpoint lacks starts over; a policy without counters ignores those of the checkpoint."""
     entries = {"scale": 8.0, "_growth_tracker": 7}
