@@ -53,6 +53,7 @@ def test_a_picture_has_the_traces_steps(tmp_path, figures):
         rows = [f"{step},{8.0 - step / 2},{step == 3},{'' if step < 5 else known}\n" for step in range(10)]
         (tmp_path / "t.csv").write_text("step,scale,overflowed,norm\n" + "".join(rows))
         succeed("plot", "t.csv", "-o", "p.png", "--overwrite", cwd=tmp_path)
+    assert [figure.get_figheight() for figure in figures] == [4.0, 6.0]
     without, both = (figure.axes for figure in figures)
     assert len(without) == 1
     scale, norm = both
