@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,6 +20,61 @@ NAMES = {"POLICY": POLICY, "SpikeGuard": SpikeGuard}
 RESUMABLE = {'policy="dynamic"': "policy=POLICY, guard=SpikeGuard(warmup=2)"}
 BAD = {1: math.inf, 5: 1000.0, 9: math.nan, 13: 1000.0}
 """The factors of the gradients in four of 16 steps; a run is stopped after eight steps."""
+
+
+# --- transformers and TRL
+
+
+def _arguments(folder, guards, kind=TrainingArguments, **settings):
+    return kind(
+        output_dir=str(folder), per_device_train_batch_size=8, use_cpu=True, report_to=[], logging_steps=1,
+        disable_tqdm=True, learning_rate=0.1, bf16=guards, max_grad_norm=1.0 - guards, **settings,
+    )  # fmt: skip
+
+
+def _run_trainer(guards, replaced, **names):
+    heading = "Hugging Face Trainer, TRL" + (", in bfloat16" if guards else "")
+    return run_recipe(heading, {**NAMES, **names}, replaced)["trainer"]
+
+
+def _small_language_model():
+    """Return a language model of three words, and its tokenizer, made without a download."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, "<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=3, pad_token_id=0, eos_token_id=1, **sizes)), tokenizer
+
+
+@pytest.mark.parametrize("guards", [False, True])
+def test_trl(guards, tmp_path, capsys):
+    """Supervised fine-tuning skips a bad step; its schedule follows applied steps, and loggers get the count."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model, tokenizer = _small_language_model()
+    norm, weights = model.model.norm, []
+
+    def spoil(grad):
+        weights.append(norm.weight.tolist())
+        return grad * (math.nan if len(weights) == 2 else 1.0)
+
+    norm.weight.register_hook(spoil)
+    names = {"model": model, "tokenizer": tokenizer, "SFTTrainer": SFTTrainer}
+    names["args"] = _arguments(tmp_path, guards, SFTConfig, num_train_epochs=1, save_strategy="no")
+    names["dataset"] = Dataset.from_list([{"text": "a"}] * 32)  # four batches
+    replaced = {" Trainer(model, args,": " SFTTrainer(model, args, processing_class=tokenizer,"}
+    trainer = _run_trainer(guards, replaced, **names)
+    changed = [before != after for before, after in pairwise([*weights, norm.weight.tolist()])]
+    assert changed == [True, False, True, True]
+    assert trainer.lr_scheduler.last_epoch == 3
+    if guards:
+        assert [log["skipped_steps"] for log in trainer.state.log_history] == [0, 1, 1, 1, 1]
+        assert capsys.readouterr().out.count("skipped_steps") == 5  # of the callback that prints
+    else:
+        assert trainer.accelerator.scaler.get_scale() == 2.0**15
 
 
 # --- Accelerate
@@ -88,24 +144,20 @@ def _rows(steps):
 
 
 def _of_trainer(folder, fused, guards=False):
-    settings = {
-        "output_dir": str(folder), "per_device_train_batch_size": 8, "max_steps": 16, "use_cpu": True, "report_to": [],
-        "logging_steps": 1, "disable_tqdm": True, "learning_rate": 0.1, "bf16": guards, "max_grad_norm": 1.0 - guards,
-        "optim": "adamw_torch_fused" if fused else "adamw_torch", "save_strategy": "steps", "save_steps": 8,
-    }  # fmt: skip
-    heading = "Hugging Face Trainer, TRL" + (", in bfloat16" if guards else "")
+    optim = "adamw_torch_fused" if fused else "adamw_torch"
     for resumes in (False, True):
         replaced = {"SpikeGuard()": "SpikeGuard(warmup=2)"} if guards else RESUMABLE
         replaced = {**replaced, "train()": f"train(resume_from_checkpoint={resumes})"}
-        names = {"model": Model(BAD, first=8 * resumes), "args": TrainingArguments(**settings), "dataset": _rows(16)}
-        trainer = run_recipe(heading, {**NAMES, **names}, replaced)["trainer"]
+        model = Model(BAD, first=8 * resumes)
+        args = _arguments(folder, guards, max_steps=16, optim=optim, save_strategy="steps", save_steps=8)
+        trainer = _run_trainer(guards, replaced, model=model, args=args, dataset=_rows(16))
         shutil.rmtree(folder / "checkpoint-16")  # the run was stopped before
         if guards:
             counts = [(log["skipped_steps"], log["spikes"]) for log in trainer.state.log_history]
             expected = {0: (0, 0), 1: (1, 0), 5: (1, 1), 9: (2, 1), 13: (2, 2), -1: (2, 2)}
             assert {step: counts[step] for step in expected} == expected
         scaler = trainer.optimizer.optimizer if guards else trainer.accelerator.scaler
-        yield names["model"], scaler, trainer.lr_scheduler
+        yield model, scaler, trainer.lr_scheduler
 
 
 def _of_guarded_trainer(folder, fused):
