@@ -87,11 +87,14 @@ class _Reassigning(torch.nn.Module):
         self.register_buffer("mean", torch.zeros(4, device=device))
         self.register_buffer("first", None)
         self.register_buffer("cache", torch.zeros(1, device=device), persistent=False)
+        self.register_buffer("sparse", torch.zeros(1).to_sparse())
+        self.register_buffer("expanded", torch.zeros(1).expand(2))
 
     def forward(self, x):
         self.mean = self.mean.lerp(x.mean(0), 0.5)
         self.first = x.mean() if self.first is None else self.first
         self.cache = torch.zeros(len(x), device=x.device)
+        self.sparse, self.expanded = self.sparse + self.sparse, self.expanded + 1.0
 
 
 @EITHER_KIND
@@ -99,7 +102,7 @@ class _Reassigning(torch.nn.Module):
 def test_replaced_buffers_are_restored(device, fused):
     """A skipped step restores a buffer that was replaced by another tensor.
 
-    It leaves a cache that the forward pass has made. A `ModuleList` need not live on.
+    It leaves a cache that the forward pass has made, and sparse and expanded buffers. A `ModuleList` need not live on.
     """
     with Emulated("mps"):
         model, (param, optimizer) = _Reassigning(device), one(fused, device)
@@ -107,12 +110,14 @@ def test_replaced_buffers_are_restored(device, fused):
         scaler.place_on(device)
         for step, size in enumerate((math.nan, 1.0, INF, 1.0, math.nan)):
             before, model.cache = model.mean.cpu(), torch.zeros(1, device=device)
+            model.sparse, model.expanded = torch.ones(1).to_sparse(), torch.zeros(1).expand(2)
             param.grad = torch.full((1,), size, device=device)
             model(torch.full((8, 4), size, device=device))
             scaler.step(optimizer)
             scaler.update()
             assert torch.equal(before, model.mean.cpu()) == (size != 1.0)
             assert len(model.cache) == 8
+            assert (model.sparse.to_dense().item(), model.expanded.tolist()) == (2.0, [1.0, 1.0])
             assert (model.first is None) == (step == 0) or device == "mps"  # where a fused step is not waited for
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's: little more than `step`, kernels of their own, and wrappers."""
+"""Unusual optimizers: little more than `step`, kernels of their own, a compiled `step`, and wrappers."""
 
 import pytest
 import torch
@@ -8,9 +8,18 @@ from lossscale_torch import GradScaler
 from tests.adapters.odd_optimizers import Container, Delegating, Duck, FusedDuck
 from tests.adapters.torch_steps import INF, Legacy, take_step
 
+
+def _compiled(params):
+    """Return an optimizer whose `step` is compiled, as in docs/works-with.md; the usual backend needs a compiler."""
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    return optimizer
+
+
 OPTIMIZERS = {
     "no more than step": Duck,
     "a kernel of its own": FusedDuck,
+    "compiled": _compiled,
     "delegates": lambda params: Delegating(torch.optim.SGD(params, lr=1.0)),
     "delegates to a fused one": lambda params: Delegating(torch.optim.SGD(params, lr=1.0, fused=True)),
     "holds a fused one": lambda params: Container([torch.optim.SGD(params, lr=1.0, fused=True)]),
@@ -19,6 +28,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # in the compiler
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("clips", [False, True])
 def test_unusual_optimizers(make, clips):

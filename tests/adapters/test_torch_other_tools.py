@@ -1,7 +1,8 @@
-"""torch's scaler against its translation, and the files that `torch.save` writes against the command."""
+"""torch's scaler against its translation and beside another policy, and the files that `torch.save` writes against the command."""
 
 import json
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ import lossscale_torch
 from lossscale import from_tool
 from tests.adapters.torch_steps import INF, one, take_step
 from tests.command.commanding import succeed
+from tests.core.own_policies import AdditiveScaling
 from tests.other_tools import check_scaler
 from tests.strategies import overflow_traces
 
@@ -41,6 +43,13 @@ def test_a_policy_has_torchs_scales(config, grads_finite, stop):
     if config["growth_interval"] >= 0:
         policies.append(lossscale_torch.GradScaler("cpu", **config).policy)
     check_scaler("torch", config, step, saved, policies, grads_finite, stop)
+
+
+def test_own_policies_have_no_keys_of_torch():
+    """A scaler of torch has no such rule, and refuses the state dict."""
+    saved = lossscale_torch.GradScaler("cpu", policy=AdditiveScaling()).state_dict()
+    with pytest.raises(KeyError, match="scale"):
+        torch.amp.GradScaler("cpu").load_state_dict(saved)
 
 
 def test_the_command_reads_what_torch_saves(tmp_path):

@@ -160,14 +160,15 @@ def test_gradients_after_a_step_wait(fused, calls):
     assert param.grad.item() == scaler.get_scale() == 128.0
 
 
+@pytest.mark.parametrize("is_joint", [False, True])
 @EITHER_KIND
-def test_overflows_of_joint_clips(fused):
-    """An overflow that a joint clip has found backs off in the update of each optimizer."""
+def test_two_overflows_of_one_batch(fused, is_joint):
+    """Each update backs off by the overflow of its own optimizer; one that a joint clip has found counts for both."""
     params, optimizers = two(fused)
     scaler = ready(init_scale=64.0, optimizers=optimizers)
-    for param, gradient in zip(params, [INF, 64.0], strict=True):
+    for param, gradient in zip(params, [INF, 64.0 if is_joint else INF], strict=True):
         param.grad = torch.full((1,), gradient)
-    scaler.unscale_and_clip_([*optimizers], INF)
+    scaler.unscale_and_clip_([*optimizers], INF) if is_joint else scaler.unscale_(optimizers[1])
     for scale, optimizer in zip([32.0, 16.0], optimizers, strict=True):
         scaler.step(optimizer)
         assert not scaler.update().applied_of(optimizer)
