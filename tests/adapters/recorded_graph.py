@@ -32,11 +32,6 @@ class RecordedGraph(TorchDispatchMode):
         self._calls: list[Any] = []
         self._refusing = _Refusing()
 
-    @property
-    def operations(self) -> list[Any]:
-        """The recorded operations, in their order."""
-        return [operation for operation, *_ in self._calls]
-
     def __enter__(self) -> "RecordedGraph":
         """Begin to record."""
         self._refusing.__enter__()

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lossscale_core import SpikeGuard
 from lossscale_core.errors import SyncError
@@ -16,6 +17,7 @@ from lossscale_torch import clip_and_check_, guarded
 from tests.adapters.odd_optimizers import FusedDuck
 from tests.adapters.torch_ranks import local, on_ranks
 from tests.adapters.torch_steps import ready, same
+from tests.torch_versions import HAS_FSDP2_ON_CPU
 
 INF, NAN = float("inf"), float("nan")
 SCALE, MAX_NORM = 8.0, 0.5
@@ -171,6 +173,8 @@ def _compare(rank, world_size):
     for make, by, way, fused in product(layouts.values(), (1.0, 1e30), CLIPS, (False, True)):
         whole = [_whole(param.grad) for param in make(by=by)]
         _require_norm(partial(make, by=by), whole, way, fused)
+    if HAS_FSDP2_ON_CPU:
+        _shard_experts(grid)
     _use_elsewhere(layouts)
     _reduce_partial_sums(grid)
     _leave_gradients_after_an_error(layouts["fsdp"])
@@ -178,6 +182,19 @@ def _compare(rank, world_size):
     _combine_flags_alone(rank)
     _lack_gradients(rank, layouts)
     _require_same_on_ranks()
+
+
+def _shard_experts(grid):
+    """Clip experts that are sharded over all ranks, as docs/torch.md shows."""
+    for way, fused in product(CLIPS, (False, True)):
+        torch.manual_seed(0)
+        experts = nn.Linear(3, 8, bias=False)
+        whole = experts.weight.detach() * SCALE
+        experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), grid["b"], [BY_ROW]))
+        fully_shard(experts, mesh=grid["a"])
+        experts.weight.grad = experts.weight.detach() * SCALE
+        exact = pytest.approx(_exact([whole], CLIPS[way][0]), rel=1e-6)
+        assert _step([experts.weight], way, fused) == (exact, True)
 
 
 def _use_elsewhere(layouts):

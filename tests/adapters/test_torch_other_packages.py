@@ -17,6 +17,7 @@ def test_private_names_of_torch(base):
     scaler = base("cpu", init_scale=8.0)
     assert (scaler._init_scale, scaler._init_growth_tracker, scaler._enabled, scaler._device) == (8.0, 0, True, "cpu")
     assert scaler._scale is None is scaler._growth_tracker
+    assert base is not GradScaler or isinstance(scaler, torch.cuda.amp.GradScaler)
     scaler.scale(torch.ones(()))
     assert (scaler._get_scale_async().item(), scaler._growth_tracker.dtype) == (8.0, torch.int32)
 

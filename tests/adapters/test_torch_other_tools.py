@@ -1,4 +1,4 @@
-"""torch's scaler against its translation and beside another policy, and the files that `torch.save` writes against the command."""
+"""torch's scaler beside policies of this library, and the files that `torch.save` writes against the command."""
 
 import json
 

@@ -120,10 +120,10 @@ def test_gradients_on_a_device(fused):
         assert ([param.item() for param in params], scaler.get_scale()) == ([0.0, 0.0], 64.0 * 2**5)
 
 
-@pytest.mark.parametrize("way", ["load", "leave"])
+@pytest.mark.parametrize("way", ["load", "leave", "update"])
 @EITHER_KIND
 def test_gradients_that_were_unscaled_early(fused, way):
-    """A state that is loaded, and attempts that are left, multiply waiting gradients again, each parameter once."""
+    """Loaded states, attempts that are left and updates multiply waiting gradients again, each parameter once."""
     params, optimizers = zip(*(one(fused) for _ in range(3)), strict=True)
     optimizers[1].add_param_group({"params": [params[2]]})
     scaler = ready(init_scale=4.0, growth_interval=1, optimizers=optimizers)
@@ -134,10 +134,15 @@ def test_gradients_that_were_unscaled_early(fused, way):
     scaler.unscale_and_clip_(optimizers[1:], INF)
     if way == "leave":
         tries.close()
-    else:
+    elif way == "load":
         scaler.load_state_dict(GradScaler("cpu", init_scale=8.0).state_dict())
+    else:
+        scaler.step(optimizers[0])
+        assert scaler.update(16.0).applied
+        params[0].grad = None
+        scaler.scale(torch.ones(()))
     assert [param.grad.item() for param in params[1:]] == [scaler.get_scale()] * 2
-    for optimizer in optimizers[:2]:  # without another loss
+    for optimizer in optimizers[:2]:  # only an update needs another loss
         scaler.step(optimizer)
     assert scaler.update().applied
     assert [param.item() for param in params] == [0.0] * 3
