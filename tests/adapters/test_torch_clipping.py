@@ -71,6 +71,14 @@ def test_an_overflow_skips_both_optimizers(order):
     assert scale == 2.0**9
 
 
+def test_a_refused_clip_changes_nothing():
+    """If the gradients of one optimizer are refused, those of another keep their values."""
+    params = _params(torch.ones(2), torch.ones(2, dtype=torch.float16))
+    with pytest.raises(ValueError, match="FP16 gradients"):
+        ready().unscale_and_clip_([torch.optim.SGD([param]) for param in params], 1.0)
+    assert params[0].grad.tolist() == [1.0, 1.0]
+
+
 EXTREMES = [
     *((size, 3, order, 2.0) for size, order in ((1e30, 2.0), (1e30, 3.0), (1e38, 2.0), (1e38, 16.0), (1e38, INF))),
     *((size, 5000, 2.0, scale) for size in (1e-25, 1e-22) for scale in (2.0**-12, 1.0, 2.0**10)),

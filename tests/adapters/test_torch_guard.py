@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from lossscale_core import GuardState, SpikeGuard
 from lossscale_core.errors import CheckpointError
@@ -151,6 +152,17 @@ def test_a_bad_guard_state_changes_nothing(is_guarded):
     with pytest.raises(CheckpointError):
         owner.load_state_dict(other)
     assert (str(owner.state_dict()), getattr(owner, "policy", None)) == (before, policy)
+
+
+def test_steps_with_replaced_records():
+    """If a package replaces a record, as NeMo's scaler does, the guard does not learn the norm of this step."""
+    params, optimizers, scaler = _setup()
+    scaler.scale(sum(param.sum() for param in params)).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler._per_optimizer_states[id(optimizers[0])] = _refresh_per_optimizer_state()
+    assert scaler.update().applied
+    assert [state["norms"] for state in scaler.state_dict()["guard"]] == [0, 1]
 
 
 def test_a_new_optimizer_starts_without_norms():

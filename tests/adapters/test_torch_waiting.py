@@ -148,9 +148,10 @@ def test_gradients_that_were_unscaled_early(fused, way):
     assert [param.item() for param in params] == [0.0] * 3
 
 
+@pytest.mark.parametrize("new_scale", [None, 16.0])
 @pytest.mark.parametrize("calls", [["step"], ["unscale_", "skip"]])
 @EITHER_KIND
-def test_gradients_after_a_step_wait(fused, calls):
+def test_gradients_after_a_step_wait(fused, calls, new_scale):
     """Gradients of a second loss, before the update that changes the scale, follow the scale."""
     (param, other_param), (optimizer, other) = two(fused)
     scaler = ready(init_scale=64.0, growth_interval=1, optimizers=[optimizer, other])
@@ -161,8 +162,8 @@ def test_gradients_after_a_step_wait(fused, calls):
     scaler.scale(torch.ones(()))
     param.grad, other_param.grad = torch.full((1,), 64.0), torch.full((1,), 64.0)
     scaler.step(other)
-    scaler.update()
-    assert param.grad.item() == scaler.get_scale() == 128.0
+    scaler.update(new_scale)
+    assert param.grad.item() == scaler.get_scale() == (new_scale or 128.0)
 
 
 @pytest.mark.parametrize("is_joint", [False, True])
