@@ -85,11 +85,13 @@ def _train(scaler, model, optimizer, data):
 
 
 def test_native_scaler():
-    """The scaler in the class of MAE and Swin skips the steps that overflow."""
+    """The scaler in the class of MAE and Swin trains with the bits of torch's scaler."""
     loss_scaler = run_recipe("MAE, Swin, BEiT, ConvNeXt", {"NativeScaler": SimpleNamespace})["loss_scaler"]
-    model = Model()
-    _train(loss_scaler._scaler, model, optimizer_of(model)[0], data_of())
-    assert model.skipped() == OVERFLOWS
+    models = Model(), Model()
+    for scaler, model in zip((loss_scaler._scaler, torch.amp.GradScaler("cpu")), models, strict=True):
+        _train(scaler, model, optimizer_of(model)[0], data_of())
+        assert model.skipped() == OVERFLOWS
+    assert torch.equal(*(model.layer.weight for model in models))
 
 
 class _Trainer:
