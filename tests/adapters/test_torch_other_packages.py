@@ -44,3 +44,12 @@ def test_replaced_unscaling(base, clips):
     prepare = [(scaler.unscale_and_clip_, optimizer, 0.5)] if clips else []
     take_steps([param], [optimizer], scaler, 1.0, prepare=prepare)
     assert param.item() == pytest.approx(0.5 if clips else 0.0, rel=1e-3)
+
+
+def test_replaced_checks():
+    """The step of a fused optimizer is skipped if a replaced check has found an overflow elsewhere."""
+    (param, optimizer), scaler = one(fused=True), GradScaler("cpu")
+    original = scaler._check_inf_per_device
+    scaler._check_inf_per_device = lambda optimizer: [flag.fill_(1.0) for flag in original(optimizer).values()]
+    assert not take_step(scaler, optimizer, 1.0).applied
+    assert param.item() == 1.0
