@@ -7,7 +7,7 @@ import torch
 
 from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_core.errors import CheckpointWarning, PolicyError
-from lossscale_torch import GradScaler, range_report
+from lossscale_torch import GradScaler, overflow_report, range_report
 from lossscale_torch.hooks import Guard
 from lossscale_torch.testing import check_training_loop
 from tests.adapters.torch_steps import ready
@@ -98,6 +98,7 @@ ERRORS = {
     "a number attached": (lambda: GradScaler("cpu").attach(ONES, 0.5), TypeError, "aux_loss is float ... pass an"),
     "attached to integers": (lambda: GradScaler("cpu").attach(ONES.int(), ONES), TypeError, "x is a torch.int32"),
     "no loop": (lambda: check_training_loop(lambda scaler: None), TypeError, "returned None; return an object with"),
+    "a report of a state": (lambda: overflow_report([("w", 1.0)]), TypeError, "iterable of tuple ... pass model."),
     "a report of a number": (_report(lambda out: out.sum().item()), TypeError, "loss_fn returned float ... return the"),
     "a report of two losses": (_report(lambda out: out), ValueError, "returned shape (2, 1) ... return its mean or"),
     "a report without graph": (_report(lambda out: out.sum().detach()), ValueError, "no graph ... undetached"),
