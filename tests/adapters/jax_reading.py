@@ -1,10 +1,15 @@
-"""Functions that tests of JAX share: steps, and the bits of a pytree."""
+"""Functions that tests of JAX share: steps, the bits of a pytree, and a context in which the host reads nothing."""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
+READERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__", "item", "tolist")
+"""The methods by which the host reads an array. JAX's transfer guard detects no read on a CPU."""
 WRAPS = {"eager": lambda function: function, "jit": jax.jit}
 
 
@@ -34,3 +39,16 @@ def bits(tree):
 def times(tree, factor):
     """Multiply each leaf."""
     return jax.tree.map(lambda leaf: leaf * factor, tree)
+
+
+@contextlib.contextmanager
+def reads_refused():
+    """Raise an error if the host reads a JAX array."""
+
+    def refuse(*_):
+        raise AssertionError("the host read an array")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in READERS:
+            patch.setattr(type(jnp.ones(())), name, refuse)
+        yield

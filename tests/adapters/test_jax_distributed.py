@@ -110,6 +110,7 @@ MAPPED = {
     "value_and_grad in pmap": lambda: _pmap(_step_by_hand),
     # The updates vary over fewer axes than the gradients, because the optimizer inside reduces them.
     "apply_gradients in shard_map": lambda: _shard_map(_varying(_of())),
+    "apply_gradients in pmap": lambda: _pmap(_step_of(_of())),
     "update in shard_map by select": lambda: _shard_map(_varying(_of(skip_by="select"), "update")),
 }
 
@@ -165,14 +166,15 @@ def test_rows_of_parameters_in_shard_map():
     _run(step, start, optimizer.init(start), lambda images: images[::2])
 
 
-def test_devices_check_one_norm():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_check_one_norm(check_vma):
     """With `axis_name` the guard compares the norm over all devices; a spike on one device skips the step on all."""
     optimizer = loss_scaled(REDUCING, POLICY, axis_name="data", guard=GUARD)
 
     def step(params, opt_state, norms):
         return optimizer.apply_gradients(norms * get_scale_state(opt_state).loss_scale, opt_state, params)
 
-    step, params = _shard_map(step), jnp.array([0.5])
+    step, params = _shard_map(step, check_vma), jnp.array([0.5])
     opt_state, expected = optimizer.init(params), GUARD.init_state()
     for n in range(24):
         before, norms = params, np.ones(DEVICES, np.float32)

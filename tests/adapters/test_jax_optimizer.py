@@ -15,7 +15,7 @@ import pytest
 
 from lossscale_core import DynamicScaling, SpikeGuard, state_to_dict
 from lossscale_jax import get_last_step, get_scale_state, load_scale_state, loss_scaled
-from tests.adapters.jax_reading import WRAPS, bits, times
+from tests.adapters.jax_reading import WRAPS, bits, reads_refused, step_of, times
 from tests.jax_names import enable_x64
 
 POLICY = DynamicScaling(init_scale=2.0**10, growth_interval=3)
@@ -135,7 +135,20 @@ def test_an_optimizer_that_sums_samples(wrap):
         assert any(map(jnp.any, jax.tree.leaves(updates))) == get_last_step(opt_state).applied == np.isfinite(bad)
 
 
-# -- placement ---------------------------------------------------------------------------------------------------------
+# -- placement and host reads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["apply_gradients", "update"])
+@pytest.mark.parametrize("settings", [{"max_norm": 1.0, "guard": SpikeGuard()}, {"accumulation_steps": 2}])
+def test_an_eager_step_reads_nothing(way, settings):
+    """An eager step converts no array to a Python number, whether it overflows or not."""
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, **settings)
+    carry = PARAMS, optimizer.init(PARAMS)
+    with reads_refused():
+        for grads in (GRADS, BAD):
+            carry = step_of(optimizer, way)(*carry, grads)
+        with pytest.raises(AssertionError, match="the host read an array"):
+            bool(get_scale_state(carry[1]).loss_scale > 0)
 
 
 def test_where_a_restored_scale_is_placed():

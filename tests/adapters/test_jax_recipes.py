@@ -1,4 +1,4 @@
-"""Recipes of docs/jax.md: a limit of the norm, two optimizers, derivatives and export."""
+"""Recipes of docs/jax.md: a limit of the norm, two optimizers, a finite loss, derivatives and export."""
 
 import functools
 
@@ -11,7 +11,7 @@ import pytest
 
 import lossscale_jax
 from lossscale_core import DynamicScaling, GuardState, ScaleState, SpikeGuard
-from lossscale_jax import get_scale_state, loss_scaled
+from lossscale_jax import get_scale_state, init_state, loss_scaled, value_and_grad
 from tests.adapters.jax_reading import bits, step_of, times
 
 POLICY = DynamicScaling(init_scale=2.0**10)
@@ -39,6 +39,20 @@ def test_two_optimizers_decide_together(bad):
     grads |= {bad: jnp.full(2, jnp.nan)} if bad else {}
     params, _ = optimizer.apply_gradients(grads, optimizer.init(PARAMS), PARAMS)
     assert [bits(params[key]) == bits(PARAMS[key]) for key in PARAMS] == [bad is not None] * 2
+
+
+def test_a_loss_must_be_finite():
+    """An infinite loss with finite gradients is an overflow if the flags are combined."""
+    value, _, _, finite = value_and_grad(lambda x: x + jnp.inf)(init_state(POLICY), 1.0)
+    assert finite
+    assert POLICY.update(init_state(POLICY), finite & jnp.isfinite(value), xp=jnp).skipped_steps == 1
+
+
+@pytest.mark.parametrize(("exponent", "is_finite"), [(15, True), (16, False)])
+def test_a_float16_loss(exponent, is_finite):
+    """As docs/troubleshooting.md says: every step at such a scale is skipped, although the true gradients are small."""
+    grad_of = value_and_grad(lambda x: (x * 1e-3).astype(jnp.float16))
+    assert grad_of(init_state(2.0**exponent), 1.0).grads_finite == is_finite
 
 
 def test_a_step_can_be_differentiated():

@@ -1,5 +1,6 @@
 """The five verbs, `value_and_grad` and `overflow_report`, beyond what the conformance suite asks of every adapter."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +16,23 @@ from tests.jax_names import enable_x64
 EACH_WRAP = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
+def _statistics():
+    """Return the state of an Equinox model after an overflow in its BatchNorm, and before it."""
+    norm, before = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, axis_name="batch", mode="batch")
+    spoil = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    return spoil(jnp.full((3, 2), jnp.inf), before)[1], before
+
+
+PAIRS = [_statistics(), (jax.random.key(1), jax.random.key(0)), (jnp.full(2, 3.0), np.ones(2))]
+
+
 @EACH_WRAP
-@pytest.mark.parametrize(("new", "old"), [(jax.random.key(1), jax.random.key(0)), (jnp.full(2, 3.0), np.ones(2))])
+@pytest.mark.parametrize(("new", "old"), PAIRS, ids=["statistics", "keys", "float64"])
 def test_select_takes_any_array(new, old, wrap):
-    """`select` chooses PRNG keys; without x64, NumPy's float64 is float32."""
+    """`select` chooses models' states and PRNG keys; without x64, NumPy's float64 is float32."""
+    assert bits(new) != bits(old)
     for flag, expected in ((True, new), (False, old)):
-        assert bits(wrap(select)(jnp.asarray(flag), new, old)) == bits(jnp.asarray(expected))
+        assert bits(wrap(select)(jnp.asarray(flag), new, old)) == bits(jax.tree.map(jnp.asarray, expected))
 
 
 @pytest.mark.parametrize("flag", [np.True_, jnp.asarray(False)])

@@ -147,8 +147,9 @@ def test_v1_loads_in_a_graph():
 
 
 def test_jax_loads_a_nested_state():
-    """A state is loaded into a nested optimizer state; a state with other fields is refused."""
-    nested = {"ema": [lossscale_jax.loss_scaled(optax.sgd(0.1), POLICY).init(jnp.ones(2))]}
+    """A state is loaded into the state of optax's wrappers; a state with other fields is refused."""
+    masked = optax.masked(optax.chain(lossscale_jax.loss_scaled(optax.sgd(0.1), POLICY)), True)
+    nested = {"ema": [optax.inject_hyperparams(lambda unused: masked)(unused=0.0).init(jnp.ones(2))]}
     state = lossscale_jax.get_scale_state(lossscale_jax.load_scale_state(nested, SAVED, POLICY))
     assert state_to_dict(state, POLICY) == SAVED
     assert [value.dtype for value in state] == [np.float32] + [np.int32] * 5

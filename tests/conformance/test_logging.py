@@ -21,6 +21,7 @@ from lossscale_core.testing import simulate
 from lossscale_jax import loss_scaled
 from lossscale_tf import LossScaleOptimizer
 from lossscale_torch import GradScaler
+from tests.adapters.jax_reading import reads_refused
 
 pytestmark = pytest.mark.filterwarnings("default")  # what these packages warn of is theirs
 PAGE = (Path(__file__).parents[2] / "docs/logging.md").read_text(encoding="utf-8")
@@ -158,6 +159,12 @@ def test_a_logger_has_the_policys_numbers(run, logger):
     first = 10 if run is _with_keras else 0  # its recipe counts from 1
     steps = list(range(first, first + STEPS, 10))
     _require_the_policys(read(), steps, [step - bool(first) for step in steps])
+
+
+def test_only_the_logger_waits():
+    """The loop for JAX reads no array on the host."""
+    with reads_refused():
+        _with_jax(lambda step, numbers: None)
 
 
 def test_weights_and_biases_accepts_the_numbers(monkeypatch):

@@ -31,6 +31,8 @@ DIAGNOSES = [
     (DynamicScaling(init_scale=1.0), "4F", f"not started: no step applied yet, 4 of 4 .*{LOOK}, or lower min_scale."),
     (AdditiveScaling(), "3F", r"calibrating: 3 of 3 .* comes down from 2\*\*10, now 128.*"),
     (DynamicScaling(growth_interval=1), "1T 1F " * 100, "healthy.*"),  # by design
+    (DynamicScaling(growth_interval=1), "1T 2F " * 40, "skipping too often.*"),
+    (DynamicScaling(hysteresis=4), "20T " + "1F 1T " * 20, "healthy.*"),  # no overflow lowers the scale
     (UNBOUNDED, "20F 300T", "skipping too often: .* has fallen to 0.0625.*"),
     (DynamicScaling(min_scale=0.1), "40F", "stuck at min_scale.*"),  # a bound that float32 does not hold
     (DynamicScaling(), "40F", f"stuck at min_scale: the last 40 .* below 1. {UNCLEARED}, or lower min_scale."),
@@ -42,6 +44,7 @@ DIAGNOSES = [
         "1T",
         "pressing against max_scale: .* of the scaled loss; .* give the loss a larger weight.",
     ),
+    (DynamicScaling(init_scale=2.0**32), "5T", "healthy.*"),  # nothing shows yet that it could grow
     # A longer growth_interval helps only a scale that has grown.
     (FALLING, "5T 1F " * 20, "healthy.*"),  # overflows that lower the first scale are normal
     (DynamicScaling(hysteresis=2), "1F 1T " * 30, "skipping too often.* Look for a diverging loss."),

@@ -1,4 +1,4 @@
-"""`ScaleWatch`: what a run logs by itself, how often."""
+"""`ScaleWatch`: what a run logs by itself, how often. A healthy run is called healthy."""
 
 import logging
 import math
@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import lossscale_core as core
+from lossscale import from_tool, tools
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleWatch, diagnose
 from lossscale_core.adapters import LARGEST_SCALE, SMALLEST_SCALE
 from tests.strategies import flags
+from tests.sweeping import IS_SWEEP
 
 TORCHS = DynamicScaling(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
 FIXED = FixedScaling(8.0)
@@ -55,6 +57,29 @@ def test_each_event_at_its_step(policy, runs, events, looks, logs):
             if step in looks:
                 watch.log(policy, state)
     assert [(record.event, record.steps) for record in logs.records] == events
+
+
+PRESETS = [from_tool(tool, {}) for tool in tools() if tool != "jmp"]  # jmp has no default
+
+
+@pytest.mark.parametrize("every", [1, 7, 32, 200])
+def test_a_healthy_run_causes_no_alarm(every):
+    """No verdict is a problem while some loss scale fits the gradients, also if the run is resumed or retries steps."""
+    for seed in range(250 if IS_SWEEP else 12):
+        random = np.random.default_rng([every, seed])
+        resumes = random.random() < 0.3  # after another policy, or after retries that are not counted
+        fit, sigma = 2.0 ** random.uniform(-8.0 if resumes else 3.0, 30.0), random.uniform(0.0, 0.6)
+        start = DynamicScaling(init_scale=2.0 ** random.integers(-3, 31), min_scale=SMALLEST_SCALE)
+        policy = ([start] * len(PRESETS) + PRESETS)[random.integers(2 * len(PRESETS))]
+        fit = max(fit, 8.0 * policy.bounds()[0])
+        watch, state = ScaleWatch(), policy.init_state()
+        if resumes:
+            state = state._replace(loss_scale=np.float32(fit), steps=np.int32(60))
+        for step in range(400):
+            state = policy.update(state, bool(state.loss_scale <= fit * np.exp(sigma * random.standard_normal())))
+            if step % every == 0:
+                texts = watch.diagnose(policy, state), diagnose(policy, state)
+                assert not any(text.startswith((STUCK, SKIPPING, "broken")) for text in texts), (seed, texts)
 
 
 def test_a_watch_survives_broken_states():
