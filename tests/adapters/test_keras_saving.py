@@ -135,6 +135,15 @@ def test_a_config(wrapper):
         wrapper.from_config({**config, "policy": "policy.toml"})
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "OptimizerMap"), reason="older versions have no MultiOptimizer")
+def test_a_config_works_on_each_backend():
+    """On PyTorch, Keras has optimizer classes of its own. The config has names that work on other backends, too."""
+    several = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), {"kernel": keras.optimizers.SGD()})
+    config = LossScaleOptimizer(keras.optimizers.MultiOptimizer(several)).get_config()
+    assert "keras.src.backend" not in json.dumps(config)
+    assert LossScaleOptimizer.from_config(config).get_config() == config
+
+
 def test_a_state_dict_is_portable():
     """Any adapter can load the state dict. Loading it clears the record of the last step."""
     model = _trained(guard=SpikeGuard())

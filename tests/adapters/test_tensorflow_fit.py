@@ -78,7 +78,7 @@ def test_every_way_to_run(scope, options, dtype, wrapper):
     """A run with overflows and spikes ends like a run without these batches, and the state follows the policy.
 
     The other run uses Keras's own wrapper. A spike does not change the loss scale. An overflow on one of two replicas
-    skips the step on both.
+    skips the step on both, and the variables of both have the same bits.
     """
     keras.config.set_dtype_policy(dtype)
     steps, spikes, overflows = 30, [12, 13, 22], [3, 5, 6, 18, 28]
@@ -96,6 +96,9 @@ def test_every_way_to_run(scope, options, dtype, wrapper):
     assert model.optimizer is optimizer  # not wrapped a second time under mixed_float16
     _fit(model, spoilt, targets)
     assert getattr(optimizer, "steps_with_missing_calls", 0) == 0
+    for variable in (*model.variables, *optimizer.variables):
+        copies = STRATEGY.experimental_local_results(variable.value)
+        assert len({copy.numpy().tobytes() for copy in copies}) == 1, variable.path
     expected = simulate(policy, [n not in overflows for n in range(steps) if n not in spikes])
     assert float(tf.convert_to_tensor(optimizer.loss_scale)) == expected.loss_scale_after[-1]
     metrics = optimizer.metrics()

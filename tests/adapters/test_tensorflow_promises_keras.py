@@ -226,14 +226,15 @@ def test_old_configs_of_tf_keras():
 @EACH_MODE
 def test_losses_and_gradients_keep_their_kind(mode):
     """A tensor gives a tensor, and a callable a callable. float16 becomes float32. None and `IndexedSlices` stay."""
-    optimizer = _wrapped(4.0)
+    scale = 2.0**26  # its reciprocal is zero in float16
+    optimizer = _wrapped(scale)
     scaled = mode(lambda: optimizer.get_scaled_loss(tf.constant(2.0, tf.float16)))()
-    assert (scaled.dtype, float(scaled)) == (tf.float32, 8.0)
-    assert float(mode(lambda: optimizer.get_scaled_loss(lambda: tf.constant(2.0))())()) == 8.0
-    sparse = tf.IndexedSlices(tf.constant([[4.0]]), tf.constant([1]), tf.constant([3, 1]))
+    assert (scaled.dtype, float(scaled)) == (tf.float32, 2.0 * scale)
+    assert float(mode(lambda: optimizer.get_scaled_loss(lambda: tf.constant(2.0))())()) == 2.0 * scale
+    sparse = tf.IndexedSlices(tf.constant([[4.0]], tf.float16), tf.constant([1]), tf.constant([3, 1]))
     first, none, third = mode(lambda: optimizer.get_unscaled_gradients([tf.constant(8.0), None, sparse]))()
-    assert (float(first), none) == (2.0, None)
-    assert third.values.numpy().tolist() == [[1.0]]
+    assert (float(first), none) == (8.0 / scale, None)
+    assert third.values.numpy().tolist() == [[4.0 / scale]]
 
 
 def test_grad_loss_of_a_half_loss():

@@ -1,10 +1,13 @@
 """The functions of every package: what the verbs make of Python numbers, and what one import has."""
 
+import inspect
+
 import numpy as np
 import pytest
 
 import lossscale_core
 from tests.conformance.backends import BACKENDS
+from tests.conformance.suite._checks import VERBS
 
 ADAPTERS = {backend.verbs.__name__: backend for backend in reversed(BACKENDS) if backend.name != "host"}
 
@@ -27,8 +30,13 @@ def test_python_numbers_are_leaves(adapter):
 
 @pytest.mark.parametrize("package", sorted(ADAPTERS.keys() - {"lossscale_core"}))
 def test_one_import_is_enough(package):
-    """The policies, the guard and the version are also found where the scaler is, and are the core's own."""
+    """The policies, the guard and the version are also found where the scaler is, and are the core's own.
+
+    `__all__` lists each public name except some verbs and modules.
+    """
     verbs = ADAPTERS[package].verbs
+    public = {name for name, value in vars(verbs).items() if name[0] != "_" and not inspect.ismodule(value)}
+    assert public <= {*verbs.__all__, "overflow_report", *VERBS}
     for name in ("NoScaling", "FixedScaling", "DynamicScaling", "SpikeGuard", "__version__"):
         assert name in verbs.__all__
         assert getattr(verbs, name) is getattr(lossscale_core, name)
