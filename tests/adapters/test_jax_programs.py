@@ -190,10 +190,7 @@ def _require_close(tree, expected):
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_a_program_equals_training_without_scaling(seed):
-    """After each step, parameters, states and outcome equal the loop without scaling, in dtypes, too.
-
-    A call that applies no step leaves parameters and inner state unchanged, bit for bit.
-    """
+    """After each step of a random program, parameters, states and outcome equal those of the loop without scaling."""
     program = _program(seed)
     reference = Reference(program)
     optimizer = loss_scaled(program.make_inner(), program.policy, **program.settings)

@@ -40,10 +40,7 @@ def _model(*layers, optimizer, model_class=keras.Sequential, **settings):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of TorchInductor
 @pytest.mark.parametrize("way", ["jit_compile", "eight devices" if BACKEND == "jax" else "plain"])
 def test_fit_in_float16_skips_bad_batches(way, caplog):
-    """A bad batch changes only the state, also if it is bad on one of eight devices. The first one is logged.
-
-    `compile` does not wrap the optimizer again.
-    """
+    """In `fit` in float16, a bad batch changes only the state, also if it is bad on one of eight devices."""
     scope = nullcontext()
     if way == "eight devices":
         devices = keras.distribution.list_devices()
@@ -53,6 +50,7 @@ def test_fit_in_float16_skips_bad_batches(way, caplog):
         inner = keras.optimizers.Adam(0.05, global_clipnorm=10.0)
         optimizer = LossScaleOptimizer(inner, DynamicScaling(init_scale=2.0**20, growth_interval=20))
         model = _model(keras.layers.Dense(8), optimizer=optimizer, jit_compile=way != "plain")
+        # `compile` does not wrap the optimizer again.
         assert model.optimizer is optimizer
         epochs = 3 if (BACKEND, way) == ("torch", "jit_compile") else 12  # this one takes seconds a step
         fit = functools.partial(model.fit, batch_size=8, verbose=0, callbacks=[LossScaleLogger()])
@@ -71,7 +69,7 @@ def test_fit_in_float16_skips_bad_batches(way, caplog):
 
 
 def test_logger_logs_batches_and_raises():
-    """Every second batch has an entry with the guard's spikes. A streak raises an error at the end of the epoch."""
+    """The logger adds its numbers to the logs of every second batch, and raises an error for a streak of overflows."""
     numbers, seen, policy = {"loss_scale", "skipped_steps", "spikes"}, [], DynamicScaling(max_overflow_streak=3)
     model = _model(optimizer=LossScaleOptimizer(keras.optimizers.SGD(0.01), policy, guard=SpikeGuard()))
     see = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(numbers <= {*logs}))
@@ -132,7 +130,7 @@ def test_the_loops_of_the_page_train():
 
 
 def test_train_step_of_the_page():
-    """After a skipped batch the averages have the same bits. Without this train step they are NaN."""
+    """With the train step of the page, a skipped batch leaves the bits of BatchNorm's averages unchanged."""
     names = {"keras": keras}
     exec(_code_with("def train_step" + ("(self, state, data)" if BACKEND == "jax" else "(self, data)")), names)
 
@@ -149,4 +147,5 @@ def test_train_step_of_the_page():
     before, after = trained(names["ProtectedModel"])
     assert_same(after, before)
     assert np.abs(before[0]).max() > 0
+    # With Keras's own train step, the averages are NaN.
     assert not np.isfinite(np.concatenate(trained(keras.Model)[1])).all()

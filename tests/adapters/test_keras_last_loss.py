@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # right loops are
     )
 )
 def test_any_order_of_calls(wrapper, program):
-    """Losses are applied, dropped, applied again, or applied later by name. A step that fails changes nothing."""
+    """In any order of losses, steps and failed steps, each gradient is divided by the scale of its own loss."""
     two, losses, right = Two(wrapper), [], 0.0
     for call, argument in program:
         if call == "scale":
@@ -92,7 +92,7 @@ def _values(two):
 
 @pytest.mark.skipif(BACKEND != "jax", reason="pure functions")
 def test_pure_steps_use_their_own_state():
-    """Pure steps work in a `scan` after an eager loss was scaled. A later eager step has the scale of its own loss."""
+    """Pure steps in a `scan` use the scale of their own state, also after an eager loss was scaled."""
     import jax
 
     two = Two()
@@ -112,7 +112,7 @@ def test_pure_steps_use_their_own_state():
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="its variables record a loss of a trace, too")
 def test_eager_steps_with_traced_gradients():
-    """The gradients are divided by the current scale, not by the scale of the last eager loss. No tracer is stored."""
+    """An eager step divides traced gradients by the current scale, not by the scale of the last eager loss."""
     two = Two()
     if BACKEND == "jax":
         import jax

@@ -45,8 +45,9 @@ def _continued(model):
 @EACH_WRAPPER
 @pytest.mark.filterwarnings("error::lossscale_core.errors.CheckpointWarning")
 def test_a_saved_model_continues_exactly(wrapper):
-    """The loaded model has the same policy, guard and norm. Keras's pickle contains a `.keras` file."""
+    """A model that is saved and loaded trains on with the same bits, policy, guard and norm."""
     model = _trained(wrapper, guard=SpikeGuard(), global_clipnorm=5.0)
+    # Keras's pickle contains a `.keras` file.
     loaded = pickle.loads(pickle.dumps(model))
     assert type(loaded.optimizer) is wrapper
     assert loaded.optimizer.get_config() == model.optimizer.get_config()
@@ -88,7 +89,7 @@ def test_each_backend_writes_equal_files(tmp_path):
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 @EACH_WRAPPER
 def test_weights_files_load_by_name(tmp_path, wrapper):
-    """The file stores numbers by name, so that a guard may be added. A file of the inner optimizer has no state."""
+    """A weights file has the state of the wrapper by name, so that a wrapper with a new guard can load it."""
     adam = lambda: keras.optimizers.Adam(0.01, use_ema=True)  # noqa: E731
     model, other = _trained(wrapper), _fitted(wrapper(adam(), policy=POLICY, guard=SpikeGuard()))
     model.save_weights(tmp_path / "model.weights.h5")
@@ -97,6 +98,7 @@ def test_weights_files_load_by_name(tmp_path, wrapper):
     assert other.optimizer.state_dict().items() >= model.optimizer.state_dict().items()
     loaded, saved = (values_of(m.trainable_variables, m.optimizer.inner_optimizer.variables) for m in (other, model))
     assert_same(loaded, saved)
+    # A file of the inner optimizer has no state of a loss scale.
     _fitted(adam()).save_weights(tmp_path / "plain.weights.h5")
     with warnings.catch_warnings(record=True) as warned:  # the other one is Keras's, about the variables of Adam
         warnings.simplefilter("always")
@@ -119,7 +121,7 @@ def test_the_wrapper_continues_an_unwrapped_run():
 @pytest.mark.promise(67, 68)
 @EACH_WRAPPER
 def test_a_config(wrapper):
-    """The config is JSON without running state. It makes an equal wrapper around a new inner optimizer."""
+    """The config is JSON without running state, and makes an equal wrapper around a new inner optimizer."""
     inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=3.0)
     optimizer = wrapper(inner, policy=DynamicScaling(hysteresis=2), guard=SpikeGuard(threshold=4.0))
     for _ in range(2):
@@ -137,15 +139,16 @@ def test_a_config(wrapper):
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "OptimizerMap"), reason="older versions have no MultiOptimizer")
 def test_a_config_works_on_each_backend():
-    """On PyTorch, Keras has optimizer classes of its own. The config has names that work on other backends, too."""
+    """A config names no classes of a single backend, so that the config works on each backend."""
     several = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), {"kernel": keras.optimizers.SGD()})
     config = LossScaleOptimizer(keras.optimizers.MultiOptimizer(several)).get_config()
+    # On PyTorch, Keras has optimizer classes of its own.
     assert "keras.src.backend" not in json.dumps(config)
     assert LossScaleOptimizer.from_config(config).get_config() == config
 
 
 def test_a_state_dict_is_portable():
-    """Any adapter can load the state dict. Loading it clears the record of the last step."""
+    """The core and another wrapper can load a state dict that went through JSON."""
     model = _trained(guard=SpikeGuard())
     state = json.loads(json.dumps(model.optimizer.state_dict()))
     assert state_from_dict(state, POLICY).steps == 9
@@ -153,6 +156,7 @@ def test_a_state_dict_is_portable():
     optimizer.apply([optimizer.scale_loss(keras.ops.ones(1))], [keras.Variable(np.ones(1))])
     optimizer.load_state_dict(state)
     assert optimizer.state_dict() == state
+    # Loading clears the record of the last step.
     assert not bool(optimizer.last_step.applied)
     with pytest.warns(CheckpointWarning, match=r"the saved guard is dropped; pass guard=SpikeGuard\(\)"):
         LossScaleOptimizer(keras.optimizers.SGD(), POLICY).load_state_dict(state)

@@ -106,11 +106,12 @@ def test_the_inner_optimizer_keeps_its_settings(wrapper, clip):
 
 @EACH_WRAPPER
 def test_every_public_name_of_keras_optimizer(wrapper):
-    """The wrapper defines each public name itself. An inherited one would act on the wrapper's own variables."""
+    """The wrapper defines each public name of Keras's `Optimizer` itself, and hands settings to the inner optimizer."""
     settings = {"weight_decay": 0.5, "clipnorm": 0.5, "clipvalue": 0.5, "use_ema": True, "ema_momentum": 0.5}
     settings |= {"ema_overwrite_frequency": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.5}
     inner = keras.optimizers.SGD(0.1)
     optimizer = wrapper(inner, global_clipnorm=1.0)
+    # An inherited name would act on the wrapper's own variables.
     for name in dir(keras.optimizers.Optimizer(0.1)):
         owner = next((base for base in type(optimizer).__mro__ if name in vars(base)), None)
         assert name.startswith("_") or owner is None or owner.__name__ == "LossScaleOptimizer", name
@@ -162,8 +163,9 @@ def test_large_finite_gradients(policy, arguments, dtype, grad, after):
 
 
 def test_overwritten_variables_get_their_gradients_unchanged():
-    """Keras marks the scales of float8 layers. They are not unscaled and not part of the norm."""
+    """The gradients of overwritten variables are not unscaled, and are not part of the norm."""
     variables = _variables((3,), (2,))
+    # Keras marks the scales of float8 layers in this way.
     variables[1].overwrite_with_gradient = True
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), FixedScaling(8.0), global_clipnorm=100.0)
     apply(optimizer, variables, [np.full(3, 8.0, np.float32), np.array([7.0, 1e6], np.float32)])
@@ -175,7 +177,7 @@ def test_overwritten_variables_get_their_gradients_unchanged():
 
 
 def test_a_spike_keeps_the_scale():
-    """The guard sees the norm before clipping. A spike changes only the count of spikes."""
+    """A spike of the norm before clipping skips the step, and changes only the count of spikes."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=SpikeGuard(warmup=4), global_clipnorm=1.0)
     variables = _variables()
     for size in (1.0, 1.1, 0.9, 1.0, 1.05, INF):
@@ -250,11 +252,12 @@ def test_an_overflow_report_names_the_variable():
 @pytest.mark.skipif(BACKEND != "torch", reason="counts what torch copies to the host")
 @pytest.mark.parametrize(("arguments", "reads"), [({}, 1), ({"global_clipnorm": 1.0}, 1), ({"guard": SpikeGuard()}, 2)])
 def test_a_torch_step_reads_one_flag(arguments, reads):
-    """A step reads one bool, and Keras's SGD another. A guard and an overflow each add one read."""
+    """On PyTorch, a step reads one flag from the device, or two with a guard or after an overflow."""
     import torch
 
     optimizer, variables = LossScaleOptimizer(keras.optimizers.SGD(), **arguments), _variables()
     optimizer.build(variables)
+    # Keras's SGD reads another flag in an applied step.
     for size, expected in ((1.0, reads + 1), (INF, 2)):
         with torch.profiler.profile() as profile:
             optimizer.apply([torch.full((3,), size)], variables)

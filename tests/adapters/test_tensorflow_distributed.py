@@ -17,10 +17,7 @@ def _free_port():
 
 
 def test_two_workers_decide_alike():
-    """Each worker checks its scale and variables after every step, with the wrappers of Keras and of v1.
-
-    At the end both workers have the same bits, including the slots.
-    """
+    """Two workers apply and skip the same steps, and end with the same bits, including the slots."""
     cluster = {"worker": [f"127.0.0.1:{_free_port()}" for _ in range(2)]}
     workers = []
     for index in range(2):

@@ -75,15 +75,12 @@ def test_keras_wrapper_lets_one_replica_decide():
     ],
 )
 def test_every_way_to_run(scope, options, dtype, wrapper):
-    """A run with overflows and spikes ends like a run without these batches, and the state follows the policy.
-
-    The other run uses Keras's own wrapper. A spike does not change the loss scale. An overflow on one of two replicas
-    skips the step on both, and the variables of both have the same bits.
-    """
+    """A run with overflows and spikes ends like a run without these batches, and its loss scale follows the policy."""
     keras.config.set_dtype_policy(dtype)
     steps, spikes, overflows = 30, [12, 13, 22], [3, 5, 6, 18, 28]
     inputs, targets = _data(steps)
     spoilt = inputs.copy()
+    # Only one of two replicas has the row with the overflow.
     spoilt[[n * ROWS + (ROWS - 1) * (n % 2) for n in overflows]] = INF
     spoilt[[n * ROWS for n in spikes]] *= 200.0
     targets += 10.0  # so that the norms of gradients are alike
@@ -99,6 +96,7 @@ def test_every_way_to_run(scope, options, dtype, wrapper):
     for variable in (*model.variables, *optimizer.variables):
         copies = STRATEGY.experimental_local_results(variable.value)
         assert len({copy.numpy().tobytes() for copy in copies}) == 1, variable.path
+    # A spike does not change the loss scale.
     expected = simulate(policy, [n not in overflows for n in range(steps) if n not in spikes])
     assert float(tf.convert_to_tensor(optimizer.loss_scale)) == expected.loss_scale_after[-1]
     metrics = optimizer.metrics()
@@ -111,7 +109,7 @@ def test_every_way_to_run(scope, options, dtype, wrapper):
 
 
 def test_embeddings():
-    """Sparse gradients are scaled, checked and unscaled. Training ends like training with the bare optimizer."""
+    """With the sparse gradients of an embedding, training ends like training with the bare optimizer."""
     layers = lambda: [keras.Input((2,)), keras.layers.Embedding(5, 3), keras.layers.Flatten(), keras.layers.Dense(1)]  # noqa: E731
     data, adam = (np.arange(32).reshape(16, 2) % 5, np.ones((16, 1), np.float32)), keras.optimizers.Adam
     optimizers = LossScaleOptimizer(adam(0.01)), adam(0.01)
@@ -122,11 +120,9 @@ def test_embeddings():
 @pytest.mark.parametrize("wrapper", [LossScaleOptimizer, lossscale_keras.LossScaleOptimizer])
 @pytest.mark.parametrize("is_built", [False, True])
 def test_schedule_free(wrapper, is_built):
-    """Its averages begin at the first values of the model. If `fit` builds the model, only the trace has these values.
-
-    The wrapper trains like the bare optimizer, which is built before `fit` if the model is built before.
-    """
+    """`ScheduleFreeAdamW` in the wrapper trains like the bare optimizer, also if `fit` builds the model."""
     make = lambda: keras.optimizers.ScheduleFreeAdamW(0.05)  # noqa: E731
+    # The averages begin at the first values of the model. If `fit` builds the model, only the trace has these values.
     layers = lambda: [*[keras.Input((3,))] * is_built, keras.layers.Dense(1)]  # noqa: E731
     ours, bare = (_model(optimizer, layers, jit_compile=False) for optimizer in (wrapper(make(), policy=8.0), make()))
     if is_built:
@@ -145,7 +141,7 @@ def test_optimizers_of_tf_keras(of):
 
 
 def test_a_lowered_growth_interval_reaches_fit():
-    """The interval may be below the current count. A warning says that the step must be traced again."""
+    """In `fit`, a growth interval below the current count applies once the step is traced again."""
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), DynamicScaling(init_scale=4.0, growth_interval=100))
     optimizer.dynamic_growth_steps = 50
     model = _fit(_model(optimizer), *_data(4))

@@ -11,7 +11,7 @@ import lossscale_tf
 
 @pytest.mark.parametrize("package", ["keras", "tensorflow"])
 def test_a_missing_package_names_its_command(package):
-    """The message names the missing package and the command to run. Its cause is the original error."""
+    """If Keras or TensorFlow is missing, the import raises an error with the command that installs it."""
     code = f"import sys; sys.modules['{package}'] = None; import lossscale_tf"
     environment = {**os.environ, "KERAS_BACKEND": "jax"}  # so that Keras needs no TensorFlow
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stderr

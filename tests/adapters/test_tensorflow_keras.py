@@ -31,12 +31,10 @@ MAKERS = [
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_every_optimizer(make):
-    """A skipped step between two other steps changes no bit, and the config makes an equal wrapper.
-
-    Some optimizers of Keras 3 and tf_keras have the same name.
-    """
+    """With every optimizer, a skipped step between two others changes no bit, and the config makes an equal wrapper."""
     optimizer = LossScaleOptimizer(make(0.5), POLICY, global_clipnorm=1.0)
     again = LossScaleOptimizer.from_config(optimizer.get_config())
+    # Some optimizers of Keras 3 and tf_keras have the same name.
     assert type(again.inner_optimizer) is type(optimizer.inner_optimizer)
     assert again.get_config() == optimizer.get_config()
     wrapped, bare = LossScaleOptimizer(make(0.1), POLICY), make(0.1)
@@ -70,15 +68,16 @@ def test_overwriting_values_are_not_gradients():
     ],
 )
 def test_iterations_can_be_set(inner, value):
-    """Setting it sets the inner optimizer's count. It counts applied steps, even if Keras 3 accumulates gradients."""
+    """Setting `iterations` of the wrapper sets the inner optimizer's count of applied steps."""
     optimizer = LossScaleOptimizer(inner(), POLICY)
+    # The count is of applied steps, even if Keras 3 accumulates gradients.
     optimizer.iterations = value
     assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations) == 7
 
 
 @EACH_MODE
 def test_a_custom_gradient_aggregator(mode):
-    """The aggregator of a legacy optimizer gets unscaled gradients. Its results are checked and applied."""
+    """The aggregator of a legacy optimizer gets unscaled gradients, and its results are checked and applied."""
     variable = tf.Variable(0.0)
     aggregate = lambda pairs: [(4.0 * grad, variable) for grad, variable in pairs]  # noqa: E731
     optimizer = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0, gradient_aggregator=aggregate), 2.0)
@@ -97,7 +96,7 @@ def test_a_custom_gradient_aggregator(mode):
     ],
 )
 def test_eager_steps_of_two_threads(wrapper, sgd):
-    """The steps run one after another. Each step counts, and changes the weights."""
+    """If two threads take eager steps, each step counts and changes the weights."""
     optimizer, variable = wrapper(sgd(1.0), loss_scale=DynamicScaling(growth_interval=7)), tf.Variable(0.0)
     step = lambda _=None: optimizer.minimize(lambda: variable * 1.0, var_list=[variable])  # noqa: E731
     step()
@@ -138,7 +137,7 @@ def test_gradients_of_other_kinds(mode):
 
 @pytest.mark.parametrize("make", [keras.optimizers.SGD, tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD])
 def test_the_result_of_a_step(make):
-    """A step returns the count of applied steps. In a graph, the step has ended when the count is ready."""
+    """A step returns the count of applied steps, and has ended in a graph when this count is ready."""
     optimizer, variable, copied = LossScaleOptimizer(make(1.0), 4.0), tf.Variable(0.0), tf.Variable(0.0)
     optimizer.build([variable])
 

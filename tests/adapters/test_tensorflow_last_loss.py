@@ -195,7 +195,7 @@ def test_any_order_of_calls():
 
 
 def test_replicas_with_two_losses():
-    """Two losses are scaled before the first step, eagerly and in a graph. A step may consist of two runs."""
+    """Replicas can scale two losses before the first step, eagerly and in a graph, and take a step in two runs."""
     with STRATEGY.scope():
         two, three = Two(), Two()
 
@@ -227,6 +227,7 @@ def test_replicas_with_two_losses():
     [
         ("apply the result of get_unscaled_grad", lambda two: two.apply_unscaled(two.scaled(1.0, SCALED)[0])),
         (
+            # The gradient of an unscaled loss looks like a scaled gradient that was not unscaled.
             r"read optimizer.loss_scale before apply_gradients",
             lambda two: two.scaled(1.0, SCALED) and two.apply_unscaled([tf.constant(3.0)]),
         ),
@@ -234,10 +235,7 @@ def test_replicas_with_two_losses():
     ],
 )
 def test_scaling_and_unscaling_exactly_once(mode, words, wrong):
-    """The first step without unscaling is an error, and so is unscaling twice. The next correct step works.
-
-    A gradient of an unscaled loss after a dropped scaled loss looks like a gradient that was not unscaled.
-    """
+    """A step without unscaling and a second unscaling raise `CallOrderError`, and the next correct step works."""
     two = Two()
     with pytest.raises(CallOrderError, match=words):
         mode(lambda: wrong(two))()
@@ -281,12 +279,10 @@ def test_a_call_that_is_missing(mode, calls, program):
 
 
 def test_the_call_that_scaled_last_decides():
-    """`scale_loss` runs in one function, and `get_scaled_loss` in a function that is called in between.
-
-    A function that is traced but not called scales nothing.
-    """
+    """Of `scale_loss` and `get_scaled_loss`, the call that ran last decides whether a step unscales."""
     two = Two()
     grads, evaluate = (traced(lambda by=by: two.scaled(1.0, by)[0]) for by in ("scale_loss", SCALED))
+    # A function that is traced but not called scales nothing.
     grads.get_concrete_function()
     two.apply([3.0 * two.optimizer.dynamic_scale])
     for step in range(1, 4):

@@ -117,7 +117,7 @@ def test_mistakes(error, words, call):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_an_optimizer_that_has_taken_steps(is_loaded):
-    """The scale starts over, with a warning. After loading a state there is no warning, even without steps."""
+    """A wrapper of an optimizer that has taken steps warns that the scale starts over, unless a state was loaded."""
     inner, variable = SGD(0.5), tf.Variable(1.0)
     inner.apply([tf.constant(0.0)], [variable])
     optimizer = LossScaleOptimizer(inner, initial_scale=8.0)

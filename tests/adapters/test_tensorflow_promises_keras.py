@@ -48,7 +48,7 @@ def test_the_constructor():
 @pytest.mark.promise(52, 69, 90)
 @EACH_MODE
 def test_the_loss_is_scaled(optimizers, mode):
-    """Each method scales the loss, and returns or applies unscaled gradients. A loss may be a tensor."""
+    """Each method scales the loss, a callable or a tensor, and returns or applies unscaled gradients."""
     optimizer, variable = _wrapped(4.0, of=optimizers), tf.Variable(3.0)
 
     @tf.custom_gradient
@@ -92,10 +92,7 @@ def test_the_examples(optimizers, make):
 @EACH_MODE
 @pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
 def test_the_rule(optimizers, mode, bad):
-    """The scale doubles after N finite steps. A bad element resets the count, skips the step and halves the scale.
-
-    A skipped step does not change variables or slots. `iterations` counts applied steps.
-    """
+    """The scale doubles after N finite steps; a bad element skips the step, halves the scale and resets the count."""
     optimizer = LossScaleOptimizer(optimizers.Adam(0.1), initial_scale=4.0, dynamic_growth_steps=2)
     variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
     optimizer.build(variables)
@@ -109,6 +106,7 @@ def test_the_rule(optimizers, mode, bad):
         before, after = after, [variable.numpy().tobytes() for variable in (*variables, *optimizer.weights)]
         counts = int(optimizer.dynamic_counter), int(optimizer.iterations)
         seen.append((float(optimizer.loss_scale), *counts, after == before))
+    # Each row has the loss scale, its count, the applied steps, and whether variables and slots are unchanged.
     assert seen == [(4.0, 1, 1, False), (8.0, 0, 2, False), (8.0, 1, 3, False), (4.0, 0, 3, True), (4.0, 1, 4, False)]
 
 
@@ -122,7 +120,7 @@ def test_a_fixed_scale():
 
 @pytest.mark.promise(90)
 def test_methods_of_each_generation():
-    """The wrapper has the other methods of its inner optimizer. Around a Keras 3 optimizer they do not exist."""
+    """The wrapper has the methods of a tf_keras optimizer only around such an optimizer."""
     legacy = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0, clipnorm=10.0), 8.0)
     assert (legacy.clipnorm, legacy.use_ema) == (10.0, False)
     assert [*map(id, legacy.variables())] == [*map(id, legacy.variables)]
@@ -136,12 +134,9 @@ def test_methods_of_each_generation():
 
 @pytest.mark.promise(59, 60, 73, 90)
 def test_weights_and_slots(optimizers):
-    """The wrapper has the inner optimizer's weights, in the order of their creation, and its slots.
-
-    Slots are found by name and variable, even if variables have the same name, or the name of one begins with the name
-    of another.
-    """
+    """The wrapper has the inner optimizer's weights in the order of creation, and finds slots by variable and name."""
     first = (keras if optimizers is keras.optimizers else tf).Variable([1.0, 2.0])
+    # Variables may have the same name, and the name of one may begin with the name of another.
     variables = [first, tf.Variable([3.0]), tf.Variable([[4.0]], name="w"), tf.Variable([[[5.0]]], name="w_0_b")]
     optimizer = LossScaleOptimizer(optimizers.SGD(0.25, momentum=0.5))
     optimizer.minimize(lambda: tf.add_n([tf.reduce_sum(variable**2) for variable in variables]), variables)
@@ -165,7 +160,7 @@ def test_weights_and_slots(optimizers):
     "own_sum", [{}, {"experimental_aggregate_gradients": False}, {"skip_gradients_aggregation": True}], ids=str
 )
 def test_over_replicas(optimizers, own_sum):
-    """Gradients are summed once over replicas, then checked. An overflow on one replica skips the step on all."""
+    """Gradients are summed once over replicas, and an overflow on one replica skips the step on all replicas."""
     with STRATEGY.scope():
         variable, optimizer = tf.Variable(1.0), _wrapped(DynamicScaling(init_scale=8.0), rate=1.0, of=optimizers)
 
@@ -215,7 +210,7 @@ def test_configs_of_the_originals(name):
 
 
 def test_old_configs_of_tf_keras():
-    """It has no module. A setting that Keras 3's optimizers do not have identifies it."""
+    """An old config, which has no module, makes an optimizer of tf_keras if only tf_keras has one of its settings."""
     for setting in ("decay", "is_legacy_optimizer"):
         inner = {"class_name": "SGD", "config": {"learning_rate": 0.5, setting: False}}
         optimizer = LossScaleOptimizer.from_config({"inner_optimizer": inner, **OLD_CONFIGS["tf.keras 2.4, dynamic"]})
@@ -225,7 +220,7 @@ def test_old_configs_of_tf_keras():
 @pytest.mark.promise(71, 74)
 @EACH_MODE
 def test_losses_and_gradients_keep_their_kind(mode):
-    """A tensor gives a tensor, and a callable a callable. float16 becomes float32. None and `IndexedSlices` stay."""
+    """Scaled losses and unscaled gradients keep their kind, but float16 becomes float32."""
     scale = 2.0**26  # its reciprocal is zero in float16
     optimizer = _wrapped(scale)
     scaled = mode(lambda: optimizer.get_scaled_loss(tf.constant(2.0, tf.float16)))()
@@ -260,7 +255,7 @@ def test_how_many_steps_are_skipped(limit, at_the_start):
 
 @pytest.mark.promise(57, 92, 93, 94, 95, 96, 97, 98, 99)
 def test_hyperparameters(optimizers):
-    """`learning_rate`, `lr` and `beta_1` are read and set on the inner optimizer. Setting `epsilon` warns."""
+    """`learning_rate`, `lr` and `beta_1` of the wrapper are those of the inner optimizer."""
     opt = LossScaleOptimizer(optimizers.Adam(0.25, beta_1=0.8, epsilon=0.5))
     assert float(opt.learning_rate) == float(opt.lr) == 0.25
     opt.lr = 0.5
@@ -272,6 +267,7 @@ def test_hyperparameters(optimizers):
     assert opt.beta_1 == opt.inner_optimizer.beta_1 == 0.7
     with pytest.raises(AttributeError, match="'LossScaleOptimizer' object has no attribute 'epsilon'"):
         opt.epsilon  # noqa: B018
+    # Setting another hyperparameter on the wrapper warns, and changes nothing.
     with pytest.warns(UserWarning, match="set it on inner_optimizer instead"):
         opt.epsilon = 1e-4
     assert opt.inner_optimizer.epsilon == 0.5

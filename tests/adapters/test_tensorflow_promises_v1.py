@@ -69,7 +69,7 @@ def _sgd(*args, rate=0.25, **kwargs):
 @pytest.mark.promise(4, 6, 15, 36)
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32, tf.float64])
 def test_gradients_of_every_kind(world, dtype):
-    """A gradient has the dtype of its variable and was unscaled in float32, also in `IndexedSlices`. It may be None."""
+    """A dense or sparse gradient has the dtype of its variable, and is unscaled in float32."""
     variable, unused = tf.Variable([1.0, 2.0], dtype=dtype), tf.Variable(1.0)
     table, optimizer = tf.Variable([[1.0], [2.0], [3.0]], dtype=dtype), _sgd(2.0**15, rate=1.0)
 
@@ -88,7 +88,7 @@ def test_gradients_of_every_kind(world, dtype):
 
 @pytest.mark.parametrize(("dtype", "size", "is_applied"), [("float32", 2e38, False), ("float64", 1e300, True)])
 def test_a_scale_below_1(world, dtype, size, is_applied):
-    """Unscaling may make a gradient infinite in its dtype. The step is then skipped."""
+    """If unscaling makes a gradient infinite in its dtype, the step is skipped."""
     variable, optimizer = tf.Variable(0.0, dtype=dtype), _sgd(0.25, rate=1.0)
     world.run(lambda: optimizer.minimize(world.loss(lambda: variable * 4.0 * size), var_list=[variable]))
     assert world.value(variable) == -4.0 * size * is_applied
@@ -96,7 +96,7 @@ def test_a_scale_below_1(world, dtype, size, is_applied):
 
 @pytest.mark.promise(7, 9, 13, 18, 47)
 def test_the_documents_example(world):
-    """`FixedLossScaleManager(5000)` and Adam. Gradients may be clipped between the calls, and come from an iterator."""
+    """The document's example with `FixedLossScaleManager(5000)` and Adam clips gradients between the two calls."""
     variable = tf.Variable([3.0, 4.0])
     optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.1), v1.FixedLossScaleManager(5000))
 
@@ -104,6 +104,7 @@ def test_the_documents_example(world):
         loss = world.loss(lambda: tf.reduce_sum(variable**2))
         grads, variables = zip(*optimizer.compute_gradients(loss, [variable]), strict=True)
         grads, _ = tf.clip_by_global_norm(grads, 1.0)
+        # The pairs may come from an iterator.
         return optimizer.apply_gradients(zip(grads, variables, strict=True))
 
     world.run(step)
@@ -194,7 +195,7 @@ def test_an_overflow_skips(world, make, loss_scale, bad, after):
 
 @pytest.mark.promise(20, 26, 27)
 def test_names_and_operations():
-    """A graph returns an operation with the name of the argument or of the optimizer. Eager code returns None."""
+    """In a graph, a step returns an operation with the name of the argument or of the optimizer."""
     name = "a/b.c-d>e_1"  # each kind of character that TensorFlow accepts
     with tf.Graph().as_default():
         variable, optimizer = tf1.Variable(1.0), _sgd(8.0, use_locking=True, name=name)
@@ -204,16 +205,18 @@ def test_names_and_operations():
     assert ("mine" in named.name, name in unnamed.name) == (True, True)
     assert (optimizer.get_name(), optimizer._use_locking) == (name, True)
     variable = tf.Variable(1.0)
+    # Eager code returns None.
     assert _sgd(8.0).minimize(lambda: variable * 2.0, var_list=[variable]) is None
 
 
 @pytest.mark.promise(30, 33, 34, 35, 42, 46)
 def test_arguments_are_handed_on():
-    """All arguments reach the wrapped optimizer, also by `minimize`. The state of the scale is not trainable."""
+    """The arguments of `compute_gradients` and `minimize` reach the wrapped optimizer."""
     with tf.Graph().as_default():
         variable, global_step = tf1.Variable([1.0, 2.0]), tf1.train.get_or_create_global_step()
         optimizer = _sgd(8.0)
         compute = optimizer._optimizer.compute_gradients = mock.Mock(wraps=optimizer._optimizer.compute_gradients)
+        # The state of the scale is not trainable.
         assert [variable for _, variable in optimizer.compute_gradients(variable * 3.0)] == [variable]
         assert compute.call_args.args[1:] == (None, optimizer.GATE_OP, None, False, None)
         arguments = ([variable], optimizer.GATE_NONE, tf1.AggregationMethod.EXPERIMENTAL_TREE, True)
@@ -227,7 +230,7 @@ def test_arguments_are_handed_on():
 @pytest.mark.promise(35, 44)
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32])
 def test_grad_loss(world, dtype):
-    """In a graph it has the dtype of the loss, although the scaled loss is float32. Eager code ignores it."""
+    """In a graph, `grad_loss` has the dtype of the loss, although the scaled loss is float32; eager code ignores it."""
     variable = tf.Variable([1.0, 2.0])
     loss, weights = world.loss(lambda: tf.cast(variable, dtype) * 3.0), tf.constant([1.0, 10.0], dtype)
     for_graphs = (7, 99, True) if world.is_eager else (1, None, False)
@@ -255,10 +258,7 @@ def test_steps_of_one_session_run_count():
 
 
 def test_a_saved_graph_continues_its_policy(tmp_path):
-    """The scale follows the policy over random overflows, also in an imported graph with restored variables.
-
-    `TRAIN_OP` contains the whole step.
-    """
+    """In a graph that is saved and imported, the scale follows the policy over random overflows."""
     overflows = np.random.default_rng(0).random(30) < 0.3
     expected = simulate(POLICY, list(~overflows))
 
@@ -271,6 +271,7 @@ def test_a_saved_graph_continues_its_policy(tmp_path):
         variable, factor = tf1.get_variable("variable", initializer=2.0), tf1.placeholder(tf.float32, [], "factor")
         optimizer = v1.LossScaleOptimizer(tf1.train.AdamOptimizer(0.01), POLICY)
         step, loss_scale = optimizer.minimize(variable * factor), tf.identity(optimizer.loss_scale).name
+        # `TRAIN_OP` contains the whole step.
         assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [step]
         session.run(tf1.global_variables_initializer())
         train(session, range(15))

@@ -58,7 +58,7 @@ def test_a_custom_loop_continues(tmp_path, name, mode):
 
 @pytest.mark.parametrize("wrapper", [LossScaleOptimizer, lossscale_keras.LossScaleOptimizer])
 def test_a_saved_model_trains_on(tmp_path, wrapper):
-    """An exported function trains, like with Keras's own wrapper. Checkpoints stay unchanged."""
+    """An exported train step trains on after loading, and skips a step with an infinite gradient."""
     module, variable = tf.Module(), tf.Variable(10.0)
     module.variable, module.optimizer = variable, wrapper(keras.optimizers.SGD(1.0), policy=POLICY)
     module.optimizer.build([variable])
@@ -73,4 +73,5 @@ def test_a_saved_model_trains_on(tmp_path, wrapper):
     tf.saved_model.save(module, tmp_path / "module")
     loaded = tf.saved_model.load(tmp_path / "module")
     assert [float(loaded.step(grad)) for grad in (2.0, np.inf, 3.0)] == [8.0, 8.0, 5.0]
+    # The scale of the last loss is not saved.
     assert "last_loss_scale" not in str(tf.train.list_variables(tf.train.Checkpoint(module).save(tmp_path / "point")))

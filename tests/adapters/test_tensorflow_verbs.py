@@ -11,7 +11,7 @@ from lossscale_tf import all_finite, init_state, overflow_report, select, unscal
 @EACH_MODE_AND_XLA
 @pytest.mark.parametrize("value", [np.float32(3e38), np.float16(60000.0)])
 def test_sparse_duplicates_are_summed_first(mode, value):
-    """Two finite halves of an infinite sum are an overflow. `IndexedSlices` without rows are finite."""
+    """Two finite rows of `IndexedSlices` with the same index and an infinite sum are an overflow."""
     values = tf.constant(np.stack([[value], [value]]))
     check = mode(lambda indices: all_finite(tf.IndexedSlices(values, indices)))
     assert check(tf.constant([0, 1]))

@@ -44,7 +44,7 @@ def _overflow(optimizer, steps, mode=eager):
 
 @EACH
 def test_eager_steps_are_logged(make, caplog):
-    """Each verdict is logged once, at the step that causes it. A run that is loaded logs its verdicts again."""
+    """Each verdict is logged once, at the eager step that causes it, and again in a run that is loaded."""
     _overflow(optimizer := make(), 30)
     assert _events(caplog) == [("calibrating", 1), ("stuck at min_scale", 14)]
     caplog.clear()

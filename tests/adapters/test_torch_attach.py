@@ -75,12 +75,11 @@ def _added(micro_batches=1):
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_gradients_are_those_of_the_sum(loss_scale, micro_batches, reentrant):
-    """The user weights attached losses as the main loss; the first `attach` places the scale.
-
-    A disabled scaler adds the loss as it is. The forward pass of a checkpoint runs twice, and the loss counts once.
-    """
+    """Attached losses have the gradients of the sum of all losses, with micro-batches and checkpoints, too."""
     scaler = _scaler(loss_scale) if loss_scale else GradScaler("cpu", enabled=False)
+    # The user weights attached losses as the main loss; the first `attach` places the scale.
     model = _model(lambda x, aux_loss: scaler.attach(x, aux_loss / micro_batches))
+    # The forward pass of a checkpoint runs twice, and the loss counts once.
     for layer in model if reentrant is not None else ():
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=reentrant)
     for part in _batch().chunk(micro_batches):
@@ -132,6 +131,7 @@ def _on_two_ranks(rank, world_size):
             scaler.scale(_loss(model, _batch(rank))).backward()
             found.append([grad.full_tensor() if kind == "fsdp2" else grad for grad in _gradients(model, scaler)])
         assert same(*found)
+    # A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does.
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     weight, scaler = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_(), _scaler(256.0)
     scaler.scale(scaler.attach(torch.ones(2, requires_grad=True), weight * weight).sum()).backward()
@@ -139,10 +139,7 @@ def _on_two_ranks(rank, world_size):
 
 
 def test_attached_losses_on_ranks():
-    """DDP and FSDP2 average the gradients of attached losses as those of the main loss.
-
-    A DTensor means the sum of all its elements, as `loss + aux_loss.sum()` does.
-    """
+    """DDP and FSDP2 average the gradients of attached losses as those of the main loss."""
     on_ranks(2, _on_two_ranks)
 
 

@@ -57,6 +57,7 @@ def _run(init_scale, retries=30, fused=False, kind=None, rank=0, world_size=1):
         batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(world_size * step + rank))
         if kind and rank == step % world_size:
             batch *= 101.0  # one rank overflows at lower scales than the other
+        # Each try begins with the same buffers and the same random states.
         for attempt in scaler.attempts(model, retries=retries):  # noqa: B007  # used after the loop
             optimizer.zero_grad()
             for part, is_last in zip(batch.chunk(2), (False, True), strict=True):
@@ -83,10 +84,7 @@ def _require_same_bits(**how):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @EITHER_KIND
 def test_bits_of_runs_that_begin_lower(fused):
-    """A run that repeats its steps down from 2**30 has the bits of a run that begins at its last loss scale.
-
-    Each try begins with the same buffers and the same random states.
-    """
+    """A run that repeats steps from a scale of 2**30 down has the bits of a run that begins at the last scale."""
     _require_same_bits(fused=fused)
 
 
@@ -167,6 +165,7 @@ def _on_a_rank(rank, world_size, kind, fused):
     of_rank = {"kind": kind, "rank": rank, "world_size": world_size}
     _require_same_bits(fused=fused, **of_rank).check_sync()
     if kind == "group":
+        # A loss that is not finite on one rank of a group ends the tries of all ranks.
         loop = Loop(process_group=dist.group.WORLD)
         for attempt in loop.scaler.attempts(loop.model):  # noqa: B007  # used after the loop
             loop.step(factor=math.nan if rank else 1.0)
@@ -176,8 +175,5 @@ def _on_a_rank(rank, world_size, kind, fused):
 @pytest.mark.parametrize("kind", ["ddp", "group", FSDP2])
 @EITHER_KIND
 def test_ranks_take_the_same_tries(kind, fused):
-    """All ranks repeat a step that overflows on one rank, and get the bits of a run that begins lower.
-
-    A loss that is not finite on one rank of a group ends the tries of all ranks.
-    """
+    """All ranks repeat a step that overflows on one rank, and get the bits of a run that begins lower."""
     on_ranks(2, partial(_on_a_rank, kind=kind, fused=fused))

@@ -43,14 +43,12 @@ TOGETHER = [["foreach"], ["fused"], ["foreach", "foreach"], ["fused", "fused"], 
 @pytest.mark.parametrize("max_norm", [0.0, torch.tensor([0.1]), np.array(1e6)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_agrees_with_torch(kinds, norm_type, max_norm, dtype):
-    """Norm, gradients and parameters agree with `unscale_` and `clip_grad_norm_` to 1e-5, in bfloat16 to its precision.
-
-    Several optimizers are clipped by the norm of all their gradients.
-    """
+    """Norm, clipped gradients and parameters agree with those of `unscale_` and `clip_grad_norm_`."""
     if dtype in (torch.bfloat16, torch.complex64):  # torch's fused SGD leaves bfloat16 parameters as they are on a CPU
         kinds = ["foreach"] * len(kinds)
     torch.manual_seed(0)
     grads = [torch.randn(shape, dtype=dtype) for shape in ((3, 5), (7,), (100, 100), ())]
+    # Several optimizers are clipped by the norm of all their gradients.
     norm, params, _ = _clipped([SGD[kind] for kind in kinds], grads, max_norm, norm_type)
     assert norm.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 0.0}
@@ -90,13 +88,11 @@ EXTREMES = [
 @EACH
 @pytest.mark.parametrize(("size", "count", "order", "init_scale"), EXTREMES)
 def test_powers_that_leave_their_dtype(make, size, count, order, init_scale):
-    """Powers beyond the dtype are neither an overflow nor a zero: the norm is exact, also at a scale below 1.
-
-    The gradients are clipped by this norm, or to 0 if the powers leave float64, too.
-    """
+    """The norm that clips gradients is exact even if their powers leave the dtype, also at a scale below 1."""
     dtype = torch.float64 if size > 1e38 else torch.float32
     grads = [torch.full((4,), size, dtype=dtype), torch.full((count,), size, dtype=dtype)]
     norm, params, scale = _clipped([make], grads, 1.0, order, init_scale)
+    # If the powers leave float64, too, the norm is infinite, and the gradients are clipped to 0.
     exact = INF if (size, order) == (1e38, 16.0) else size * (4 + count) ** (1 / order)
     assert norm.item() == pytest.approx(exact, rel=1e-6)
     torch.testing.assert_close(-params[0].detach(), grads[0] * min(1.0, 1.0 / (exact + 1e-6)), rtol=1e-6, atol=0.0)

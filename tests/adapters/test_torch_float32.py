@@ -229,14 +229,12 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_name_modules_or_a_remedy(name):
-    """It names the modules to keep, or says that none helps; a smaller loss scale comes before more modules.
-
-    A pattern stands for several modules; if only one of several blocks is kept, it is named itself.
-    """
+    """A plan names the modules to keep in float32, or says that none helps and names a remedy."""
     torch.manual_seed(0)
     make, options, modules, text = PLANS[name]
     model, x = make()
     plan = _require_plan(model, _loss_fn(model, x, **options), modules)
+    # A pattern stands for several modules; if only one of several blocks is kept, it is named itself.
     assert plan.patterns == plan.modules or name == "several"
     assert all(part in repr(plan) for part in text.split(" ... "))
     assert plan.after.forward_finite is ("\nafter: finite; use " in str(plan))

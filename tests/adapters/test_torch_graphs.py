@@ -78,10 +78,7 @@ def test_a_recorded_backward_follows_the_scale(make_scaler, device):
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 def test_a_whole_recorded_step(make, clips, device):
-    """Loss, backward, clip, `step` and `update` in one graph are torch's run without one, every counter included.
-
-    The half of the loss is attached, and takes the present scale at each replay, too.
-    """
+    """Loss, backward, clip, `step` and `update` in one graph give what torch gives without one, in counters, too."""
     values = [1.0] * 5 + [float("inf"), 1.0, float("nan"), float("-inf"), 1.0, 1.0, 1.0]
     expected_weight, expected_optimizer = _one_weight(device, make)
     expected = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
@@ -91,6 +88,7 @@ def test_a_whole_recorded_step(make, clips, device):
     graph = None
 
     def train(scaler, weight, optimizer):
+        # The attached half of the loss takes the present scale at each replay, too.
         half, is_ours = weight * factor * 0.5, isinstance(scaler, GradScaler)
         scaler.scale((scaler.attach(half, half) if is_ours else half + half).sum()).backward()
         if clips and is_ours:

@@ -31,19 +31,17 @@ def _setup(kind="ordinary", **settings):
 
 @pytest.mark.parametrize("kind", ["ordinary", "fused", "fused on a device"])
 def test_each_optimizer_has_its_own_norms(kind):
-    """An optimizer's norms do not depend on another optimizer's overflows and spikes, and survive a restart.
-
-    The guard does not learn the norm of an overflow or of a vetoed step. Loaded states go to the optimizers in the
-    order of their first steps, in the same scaler and in a new one.
-    """
+    """An optimizer's norms do not depend on another optimizer's overflows and spikes, and survive a restart."""
     with Emulated("mps"):
         veto = Veto()
         params, optimizers, scaler = _setup(kind, hooks=[veto])
         for sizes in [(1.0, 100.0), (1.0, INF), (1.0, 100.0)]:
             take_steps(params, optimizers, scaler, *sizes)
         state = scaler.state_dict()
+        # Loaded states go to the optimizers in the order of their first steps.
         for loaded in (scaler, scaler, _setup(kind, hooks=[veto])[2]):
             loaded.load_state_dict(state)
+            # The guard does not learn the norm of an overflow or of a vetoed step.
             for veto.value, counts in ((1.0, [(3, 0), (2, 0)]), (0.0, [(4, 0), (3, 1)])):
                 info = take_steps(params, optimizers, loaded, 1.0, 1e6)
                 assert [bool(info.applied_of(optimizer)) for optimizer in optimizers] == [not veto.value, False]
@@ -53,10 +51,7 @@ def test_each_optimizer_has_its_own_norms(kind):
 
 @pytest.mark.parametrize("value", [1.0, True, torch.tensor([1.0]), torch.tensor(True), torch.tensor(math.nan)])
 def test_a_veto_is_any_nonzero_number(value):
-    """A hook vetoes a step by a number other than zero, and a hook of the same name does not take the veto back.
-
-    Another type is an error that names the hook.
-    """
+    """A hook vetoes a step by a number other than zero, and a hook of the same name does not take the veto back."""
     veto = Veto(value=value)
     params, optimizers, scaler = _setup(hooks=[veto, Veto(value=torch.zeros(()))])
     assert not take_steps(params, optimizers, scaler, 1.0, 1.0).applied
@@ -182,6 +177,7 @@ def _by_scaler(optimizer, veto, group):
 
     def state():
         scaler.check_sync()
+        # Of a veto, a spike and an overflow, only the overflow lowers the loss scale.
         assert scaler.get_scale() == 4.0
         return scaler.state_dict()["guard"]
 
@@ -218,10 +214,12 @@ def _have_one_bad_rank(rank, world_size):
             info, is_skipped = take(size * (rank + 1)), bad in skipped
             assert (bool(info.applied), param.item() == before) == (not is_skipped, is_skipped)
             assert (bool(info.spiked), bool(info.overflowed)) == (bad == "spike", bad == "overflow")
+        # The guards of all ranks learn the largest norm, except of a step that overflowed or was vetoed on any rank.
         states = [None] * world_size
         dist.all_gather_object(states, state())
         assert states[0] == states[1]
         assert (states[0]["norms"], states[0]["spikes"]) == (7 - len(skipped), 1)
+    # The first rank logs the first skipped step of a guarded optimizer, even if another rank has the bad gradients.
     words = "step 3 of GuardedSGD was skipped: the gradients of another rank are not finite"
     assert [line.split(";")[0] for line in lines] == [words] * (rank == 0)
     veto.value, (param, optimizer) = float(rank == 1), one()
@@ -231,9 +229,5 @@ def _have_one_bad_rank(rank, world_size):
 
 
 def test_one_bad_rank_skips_everywhere():
-    """A veto, a spike or an overflow on one rank skips the step on all ranks; only an overflow lowers the loss scale.
-
-    The guards of all ranks learn the largest norm. They do not learn a step that overflowed or was vetoed on any rank.
-    The first rank logs the first skipped step of a guarded optimizer, even if another rank has the bad gradients.
-    """
+    """A veto, a spike or an overflow on one rank skips the step on all ranks."""
     on_ranks(2, _have_one_bad_rank)

@@ -33,16 +33,13 @@ CASES = [*product(MAKES, [torch.float32]), *product(MAKES[1:], [torch.bfloat16])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize(("make", "dtype"), CASES)
 def test_a_bad_gradient_changes_nothing(make, dtype, max_norm):
-    """Parameters and state equal a run without the bad batches to the bit, from the first step on.
-
-    The outcome has the norm before clipping. A schedule that follows it may be made before or after the guard, without
-    a warning; torch's hooks run once, and not for a skipped step of an ordinary optimizer.
-    """
+    """A guarded run with bad batches ends with the bits of a run without these batches."""
     bad, runs = {0: NAN, 3: INF, 4: -INF, 9: NAN}, []
     for planted in (True, False):
         torch.manual_seed(0)
         model, calls = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).to(dtype), []
         optimizer = make(model.parameters(), lr=0.01)
+        # A schedule that follows the outcome may be made before or after the guard.
         early = torch.optim.lr_scheduler.StepLR(optimizer, 2) if planted else None
         assert guarded(optimizer, max_norm=max_norm) is optimizer
         scheduler = early or torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -60,6 +57,7 @@ def test_a_bad_gradient_changes_nothing(make, dtype, max_norm):
             if optimizer.last_step:
                 scheduler.step()
         assert scheduler.last_epoch == 8
+        # torch's hooks run once, and not for a skipped step of an ordinary optimizer.
         assert len(calls) == (len(numbers) if optimizer.defaults["fused"] else 8)
         assert [int(optimizer.metrics()[name]) for name in ("steps", "skipped_steps")] == [len(numbers), 4 * planted]
         kept = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -108,10 +106,7 @@ ON_DEVICE = {  # if only the device knows the norm, the host counts no spikes, a
 @pytest.mark.parametrize("kind", ["ordinary", "fused", "ordinary on a device", "fused on a device"])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_outcome_of_each_step(name, kind, caplog):
-    """A step that is not applied changes nothing, and the run can continue after an error.
-
-    The host waits once for each step, twice if it reports a bad step, and never for a fused optimizer.
-    """
+    """A guarded step that is not applied changes nothing, and the run can continue after an error."""
     settings, sizes, letters, text = RUNS[name]
     is_late = kind == "fused on a device"
     letters, text = ON_DEVICE.get(name, (letters, "")) if is_late else (letters, text)
@@ -124,6 +119,7 @@ def test_the_outcome_of_each_step(name, kind, caplog):
     assert any(text in line for line in [*errors, *(line for _, line in _lines(caplog))])
     for letter, before, after in zip(letters, [[1.0], *values], values, strict=False):
         assert before[0] != after[0] if letter == "a" else after[: len(before)] == before
+    # The host waits once for each step, twice if it reports a bad step, and never for a fused optimizer.
     if name == "one NaN":
         assert list(reads) == ([1, 2, 1, 1] if kind == "ordinary on a device" else [0] * 4)
 
@@ -220,6 +216,8 @@ def _run(setup, step, bad_steps, fused):
     names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "bad": 0, "typical": 2.0}
     names |= {"torch": torch, "guarded": guarded, "SpikeGuard": SpikeGuard}
     exec(setup, names)
+    # torch rounds the factor of its clip to float32 twice, and `guarded` once, so that the last bit may differ for
+    # other norms than 16 times the usual.
     for number in range(8):
         for param in model.parameters():
             param.grad = torch.full_like(param, NAN if number in bad_steps else {2: 16.0, 6: 1e3}.get(number, 1.0))
@@ -234,11 +232,7 @@ def _run(setup, step, bad_steps, fused):
 @EITHER_KIND
 @pytest.mark.parametrize(("by_hand", "instead"), [row[:2] for row in _rows()])
 def test_what_people_write_by_hand(by_hand, instead, fused):
-    """Each row of the page's table runs, and gives what the check by hand and torch's clip give, to the bit.
-
-    torch rounds the factor of its clip to float32 twice, and `guarded` once. For other norms than 16 times the usual,
-    the last bit may differ.
-    """
+    """Each replacement in the page's table gives the bits of the check by hand with torch's clip."""
     bad_steps = (3, 4, 5) if "bad" in by_hand else (3,)
     checked = "" if "load_state_dict" in by_hand else "if torch.isfinite(norm): "
     step = by_hand if "optimizer.step" in by_hand else f"{checked}optimizer.step()\n{by_hand}"

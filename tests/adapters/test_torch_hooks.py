@@ -100,16 +100,15 @@ class _Reassigning(torch.nn.Module):
 @EITHER_KIND
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_replaced_buffers_are_restored(device, fused):
-    """A skipped step restores a buffer that was replaced by another tensor.
-
-    It leaves a cache that the forward pass has made, and sparse and expanded buffers. A `ModuleList` need not live on.
-    """
+    """A skipped step restores a buffer that the forward pass has replaced by another tensor."""
     with Emulated("mps"):
         model, (param, optimizer) = _Reassigning(device), one(fused, device)
+        # The `ModuleList` need not live on.
         scaler = GradScaler(device, policy=FixedScaling(4.0), protect=torch.nn.ModuleList([model]))
         scaler.place_on(device)
         for step, size in enumerate((math.nan, 1.0, INF, 1.0, math.nan)):
             before, model.cache = model.mean.cpu(), torch.zeros(1, device=device)
+            # A skipped step leaves sparse and expanded buffers, and a cache that the forward pass has made.
             model.sparse, model.expanded = torch.ones(1).to_sparse(), torch.zeros(1).expand(2)
             param.grad = torch.full((1,), size, device=device)
             model(torch.full((8, 4), size, device=device))

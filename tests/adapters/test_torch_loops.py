@@ -108,6 +108,7 @@ class _Loop:
         reads = Emulated.reads - reads
         moves = [was - now.item() for was, now in zip(before, self.params, strict=True)]
         self._require(turns, new_scale, info, moves)
+        # On a device, only the step of an ordinary optimizer makes the host wait.
         is_plain = any(not self.kinds[turn.number] and turn.calls[1] == "step" for turn in turns)
         assert reads == 0 or is_plain
         self._come_between(event)
@@ -167,10 +168,7 @@ class _Loop:
     st.lists(STEPS, max_size=8),
 )  # fmt: skip
 def test_random_loops(policy, device, kinds, steps):
-    """Each optimizer moves by its gradient or not at all, and state and outcome follow the policy, bit for bit.
-
-    On a device, only the step of an ordinary optimizer makes the host wait.
-    """
+    """An optimizer moves by its gradient or not at all, while state and outcome follow the policy, bit for bit."""
     with Emulated("mps"):
         loop = _Loop(policy, device, kinds)
         for step in steps:

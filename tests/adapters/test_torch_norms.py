@@ -281,8 +281,5 @@ def _lack_gradients(rank, layouts):
 
 
 def test_one_norm_for_every_layout():
-    """A single process with the gathered gradients has the same norm and decision, for every order.
-
-    The collectives do not depend on the gradients that a rank has.
-    """
+    """Ranks with any layout of gradients have the norm and decision of one process with the gathered gradients."""
     on_ranks(4, _compare)

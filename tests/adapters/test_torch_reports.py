@@ -89,11 +89,9 @@ def test_nan_without_infinity_is_explained():
     ("dtype", "where"), [(torch.float16, "loss_fn (aten.div)"), (torch.float32, "the gradient of")]
 )
 def test_a_root_of_zero_is_named(dtype, where):
-    """No scale makes its gradient finite; the report names this cause before the weight of the loss.
-
-    The loss is computed once, so that it may come from an iterator.
-    """
+    """The report names a root of zero, whose gradient no scale makes finite, before the weight of the loss."""
     model, x = _network("half")
+    # The loss is computed once, so that it may come from an iterator.
     losses = ((0.0 * model(each)).to(dtype).sqrt().float().mean() for each in [x])
     report = range_report(model, functools.partial(next, losses))
     assert (report.forward_finite, report.init_scale, report.overflows_first[: len(where)]) == (True, None, where)

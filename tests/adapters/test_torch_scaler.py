@@ -22,7 +22,7 @@ from tests.adapters.torch_steps import COPIES, EITHER_KIND, INF, one, take_step
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("shape", [(), (2,), (2, 2)])
 def test_losses_of_every_dtype_and_shape(dtype, shape):
-    """Half losses are lifted, one-dimensional ones too; float64 stays. A device may be given by its object."""
+    """A scaled loss of any shape is float32, or float64 if the loss is float64."""
     scaled = GradScaler(torch.device("cpu")).scale(torch.full(shape, 2, dtype=dtype))
     assert scaled.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
     assert (scaled == 2.0**17).all()
@@ -96,7 +96,7 @@ def test_outcomes_on_a_device():
 
 @COPIES
 def test_a_disabled_scaler(copied):
-    """Every method passes through, and no attribute is missing, nor in a copy. A protected module gets no hooks."""
+    """A disabled scaler and its copies have every attribute, and take the steps of the bare optimizer."""
     original = GradScaler("cpu", enabled=False, protect=(module := torch.nn.Identity()))
     assert not module._forward_pre_hooks
     for scaler in (original, copied(original)):

@@ -41,11 +41,9 @@ def _reads(call, fused, finite=True, protects=False, **settings):
 @pytest.mark.parametrize("call", CALLS)
 @EITHER_KIND
 def test_how_often_a_step_waits(fused, call, finite, settings):
-    """Once for an ordinary optimizer, never for a fused one or for metrics.
-
-    After an overflow once more for all losses together, and once more to clip a norm that is not finite.
-    """
+    """The host waits once for a finite step of an ordinary optimizer, and never for a fused one or for metrics."""
     is_clipped_twice = call == "unscale_and_clip_" and not finite
+    # An overflow adds a wait for all losses together, and another one to clip a norm that is not finite.
     assert _reads(call, fused, finite, **settings) == (0 if fused else 1 + (not finite) + is_clipped_twice)
 
 

@@ -208,10 +208,7 @@ RUNS_OF_EITHER_KIND = [(run, fused) for run in RUNS for fused in (False, True) i
 
 @pytest.mark.parametrize(("run", "fused"), RUNS_OF_EITHER_KIND)
 def test_a_stopped_run_resumes_exactly(run, fused, tmp_path):
-    """Weights, scale, counters, guard and optimizer continue bit for bit, as each recipe saves them.
-
-    Bad steps are skipped, and the schedule follows applied steps.
-    """
+    """A stopped run that a recipe resumes ends with the bits of a whole run, in counters, guard and optimizer, too."""
     outcomes = []
     for model, scaler, schedule in run(tmp_path, fused):
         counts = scaler.metrics()

@@ -207,6 +207,8 @@ class _Steps(RuleBasedStateMachine):
         is_finite = self.is_checked and math.isfinite(self.grad)
         if self.is_checked and not (self.is_vetoed and is_finite):
             self.count_step(is_finite)
+        # A skipped step restores protected buffers to their values before the first forward pass in training mode
+        # since the last update, or since a state was loaded.
         if not self.is_applied and self.protects and self.copy is not None:
             self.buffers = self.copy
         is_limit = self.adapts and self.streak >= MAX_STREAK and not self.is_applied and not self.is_in_loop
@@ -215,6 +217,7 @@ class _Steps(RuleBasedStateMachine):
         with pytest.raises(error) if error else contextlib.nullcontext():
             self.scaler.update()
         assert bool(self.scaler.last_step.applied) == self.is_applied
+        # An error of a hook or an optimizer does not prevent the end of the step: the other hooks see its outcome.
         assert self.notes.calls[-1] == ("veto", "update", self.is_applied)
         self.is_in_loop = False
         self.begin_step()
@@ -264,8 +267,10 @@ class _Steps(RuleBasedStateMachine):
         exhausts = not leaves and outcome == "overflow" and self.adapts
         self.is_in_loop = False
         self.weight -= 0.125 if is_applied else 0.0
+        # A loop that the program leaves before an optimizer was applied restores the buffers, and drops the step.
         if is_applied or may_be_applied:
             self.count_forward(INF if outcome == "bad loss" else 1.0)
+        # A step that overflows in all its tries counts as one overflow.
         if first and (exhausts or (leaves and (outcome == "overflow" or not has_update))):
             self.scale, self.finite, self.streak = first
         error = RetriesExhaustedError if exhausts and raises else None
@@ -316,14 +321,7 @@ class _Steps(RuleBasedStateMachine):
 
 
 def test_steps_agree_with_a_model():
-    """After each call, the weight, the buffers and the loss scale are the numbers of the model.
-
-    - A skipped step restores protected buffers to their values before the first forward pass in training mode since
-      the last update, or since a state was loaded.
-    - A step that overflows in all its tries counts as one overflow. A loop that the program leaves before an optimizer
-      was applied restores the buffers, and drops the step.
-    - An error of a hook or an optimizer does not prevent the end of the step: the other hooks see its outcome.
-    """
+    """After each call, the weight, the buffers and the loss scale are the numbers of the model."""
     run_state_machine_as_test(_Steps, settings=settings(max_examples=400, stateful_step_count=30))
 
 
@@ -377,10 +375,7 @@ def _step_twice(loop):
 @EITHER_KIND
 @pytest.mark.parametrize("program", [_retry, _step_twice])
 def test_the_next_steps_after_an_interruption(program, fused):
-    """A loop trains on after an interruption at any line, also with another scaler.
-
-    Without tries, an interruption between `step` and `update` may cause one of torch's errors in the next step.
-    """
+    """After an interruption at any line, a loop trains on, also with another scaler."""
 
     def make():
         loop = Loop(fused, protects=True)
@@ -393,6 +388,7 @@ def test_the_next_steps_after_an_interruption(program, fused):
             loop.scaler = GradScaler("cpu", init_scale=2.0)
             loop.scaler.load_state_dict(loop.scaler.state_dict())  # so that it accepts an optimizer that has stepped
         elif program is _step_twice:
+            # Without tries, an interruption between `step` and `update` may cause an error of torch in the next step.
             with contextlib.suppress(RuntimeError):  # torch's: "has already been called"
                 loop.step()
             with contextlib.suppress(AssertionError, RuntimeError):
@@ -422,7 +418,7 @@ def test_an_interrupted_first_loss(fused):
 
 @EITHER_KIND
 def test_an_interrupted_step_of_guarded_optimizers(fused):
-    """After an interruption at any line, a guarded optimizer takes its next step. An error makes `last_step` false."""
+    """After an interruption at any line, a guarded optimizer takes its next step."""
 
     def make():
         param, optimizer = one(fused, lr=0.5)

@@ -47,10 +47,8 @@ def test_the_log_waits_for_no_device(caplog):
 @EITHER_KIND
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_a_plain_loop_is_logged(device, fused, caplog, monkeypatch):
-    """Overflows that do not end, and the floor, though the loop reads nothing; of a healthy run it says nothing.
-
-    On a device the log comes when a copy of the state has arrived.
-    """
+    """In a loop that reads nothing, overflows that do not end and a scale at its floor are logged."""
+    # On a device the log comes when a copy of the state has arrived.
     monkeypatch.setattr(_watch, "LateCopy", EmulatedCopy)
     with Emulated("mps") as seen:
         _run(GradScaler(device), NAN * 3 + FINE * 100, fused, device)

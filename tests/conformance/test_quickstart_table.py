@@ -100,10 +100,7 @@ COLUMNS = {
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_column_tells_the_run(name):
-    """After a finite step and two overflows: the scale, the last step, the skips, and a saved state that comes back.
-
-    The other cells, about clipping, spikes and the log, run.
-    """
+    """The cells of a column show the scale, the last step and the skips of a run, and save and load its state."""
     column, step = COLUMNS[name]()
     for factor in (1.0, np.inf, np.inf):
         step(factor)

@@ -30,12 +30,10 @@ def test_python_numbers_are_leaves(adapter):
 
 @pytest.mark.parametrize("package", sorted(ADAPTERS.keys() - {"lossscale_core"}))
 def test_one_import_is_enough(package):
-    """The policies, the guard and the version are also found where the scaler is, and are the core's own.
-
-    `__all__` lists each public name except some verbs and modules.
-    """
+    """An adapter has the core's own policies, guard and version, so that one import is enough."""
     verbs = ADAPTERS[package].verbs
     public = {name for name, value in vars(verbs).items() if name[0] != "_" and not inspect.ismodule(value)}
+    # `__all__` lists each public name except some verbs and modules.
     assert public <= {*verbs.__all__, "overflow_report", *VERBS}
     for name in ("NoScaling", "FixedScaling", "DynamicScaling", "SpikeGuard", "__version__"):
         assert name in verbs.__all__

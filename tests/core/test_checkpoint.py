@@ -79,10 +79,7 @@ def test_a_bare_policy_restores_its_state():
 
 
 def test_another_policy_starts_its_trackers():
-    """The scale and the counts continue under another kind of policy; its own trackers start, with a warning.
-
-    The warning names each setting that differs, with both values.
-    """
+    """Under another kind of policy the scale and counts continue, and a warning says which trackers start."""
     fixed = FixedScaling(64.0)
     entries = state_to_dict(fixed.update(fixed.init_state(), True), fixed)
     with pytest.warns(CheckpointWarning, match=r"kind was 'fixed' and is 'additive'.* additions starts at 0\.0"):

@@ -60,10 +60,7 @@ def test_a_new_level_is_learnt(times, most):
 @given(NORMS)
 @example([1.0] * 12 + [1e30] * 6)  # a streak in which the weight grows
 def test_a_spike_counts_as_the_limit(norms):
-    """The statistics include each accepted norm, the limit in place of each spike, and no norm that is not finite.
-
-    A saved state is restored bit for bit.
-    """
+    """The statistics include each accepted norm, the limit in place of each spike, and no norm that is not finite."""
     guard = SpikeGuard(warmup=3, memory=8)
     state = guard.init_state()
     for norm in norms:
