@@ -88,6 +88,7 @@ ERRORS = {
     "a function as hook": (lambda: GradScaler("cpu", hooks=[print]), TypeError, "hooks= was given ... derive a class"),
     "a module that waits": (lambda: GradScaler("cpu", optimizers=LINEAR), TypeError, f"GradScaler() {GIVEN_MODULE}"),
     "a module, disabled": (lambda: OFF_SCALER.unscale_and_clip_(LINEAR, 1.0), TypeError, GIVEN_MODULE),
+    "a module that steps": (lambda: ready().step(LINEAR), TypeError, f"step() {GIVEN_MODULE}"),
     "a second step": (_second_step, RuntimeError, "If that step was interrupted, end it by scaler.update()"),
     "no optimizers": (lambda: ready().unscale_and_clip_([], 1.0), ValueError, "empty list ... pass an optimizer"),
     "a negative norm": (lambda: OFF_SCALER.unscale_and_clip_(_sgd(), -1.0), PolicyError, "max_norm=-1.0 must be"),
