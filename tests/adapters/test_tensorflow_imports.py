@@ -1,6 +1,5 @@
 """`import lossscale_tf` without the packages that it needs, and the names that a star import adds."""
 
-import os
 import subprocess
 import sys
 
@@ -9,15 +8,31 @@ import pytest
 import lossscale_tf
 
 
+WITHOUT_A_PACKAGE = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+try:
+    import lossscale_tf
+except ModuleNotFoundError as error:
+    print(error, error.name, error.__cause__.name)
+"""
+
+
 @pytest.mark.parametrize("package", ["keras", "tensorflow"])
 def test_a_missing_package_names_its_command(package):
     """If Keras or TensorFlow is missing, the import raises an error with the command that installs it."""
-    code = f"import sys; sys.modules['{package}'] = None; import lossscale_tf"
-    environment = {**os.environ, "KERAS_BACKEND": "numpy"}  # so that Keras needs no framework
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stderr
-    hint = f'{package} is not installed; run: pip install "lossscale[tensorflow]"'
-    assert f"lossscale_tf needs TensorFlow and Keras, and {hint}" in said
-    assert "direct cause" in said
+    command = [sys.executable, "-c", WITHOUT_A_PACKAGE, package]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said == (
+        f"lossscale_tf needs TensorFlow and Keras, and {package} is not installed; "
+        f'run: pip install "lossscale[tensorflow]" {package} {package}\n'
+    )
 
 
 def test_a_star_import_keeps_keras():
