@@ -7,7 +7,6 @@ import pytest
 
 import lossscale_tf
 
-
 WITHOUT_A_PACKAGE = """
 import sys
 
