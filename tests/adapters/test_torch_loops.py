@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, FixedScaling, NoScaling, state_to_dict
+from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState, state_to_dict
 from lossscale_torch import GradScaler
 from lossscale_torch.hooks import Hook
 from tests.adapters.emulated_device import Emulated
@@ -152,6 +152,8 @@ class _Loop:
         assert ("found no gradient" in self.scaler.diagnose()) is (not is_checked and any(applied.values()))
         state = self.scaler.state_dict()
         assert {name: state[name] for name in self.expected._fields} == self.expected._asdict()
+        numbers = self.scaler.metrics()
+        assert all(float(numbers[name]) == getattr(self.expected, name) for name in ScaleState._fields)
 
     def _come_between(self, event):
         if event == "scale":
