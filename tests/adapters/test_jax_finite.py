@@ -20,7 +20,7 @@ DTYPES = [*FLOAT8, "float16", "bfloat16", "float32", "float64", "complex64", "co
 SHAPES = [(24, 40), (7,), (16, 8), (16, 8), (), (136, 144), (136, 144), (0, 8)]
 ONE_DEVICE = """
 from tests.adapters.test_jax_finite import require_exact_flags
-for dtype in ("float16", "float32", "float64", "complex64"):
+for dtype in ("float16", "float32"):
     require_exact_flags(dtype, [(512, 512), (400, 400), (400, 400), (2**18 + 1,), (5,)])
 """
 
@@ -37,10 +37,11 @@ def require_exact_flags(dtype, shapes):
             unit = 1j if np.iscomplexobj(leaves[leaf]) and draw.random() < 0.5 else 1
             leaves[leaf].flat[draw.integers(leaves[leaf].size)] = value * unit
         largest = np.max([np.abs(leaf.astype(complex)).max(initial=0.0) for leaf in leaves])
+        finite = bool(np.isfinite(largest))
+        assert all_finite(leaves) == finite
         for scale in (1.0, 2.0**-3, 2.0**10):
-            results = [bool(flag) for flag in (*flags(leaves, jnp.float32(scale)), all_finite(leaves))]
-            finite = bool(np.isfinite(largest))
-            assert results == [not (finite and largest <= limit * scale)] + [finite] * 4
+            results = [bool(flag) for flag in flags(leaves, jnp.float32(scale))]
+            assert results == [not (finite and largest <= limit * scale)] + [finite] * 3
 
 
 def _flags(leaves, scale):

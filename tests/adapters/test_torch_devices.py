@@ -121,3 +121,4 @@ def test_the_verbs_without_float64():
         assert seen.reads == 0
         assert [each["w"].tolist() for each in (unscaled, chosen)] == [[2.0**-16] * 3, [1.0] * 3]
         assert (scaled.tolist(), bool(finite)) == ([2.0**16] * 3, False)
+        assert all_finite([grads["w"], torch.ones(2)])  # on two devices

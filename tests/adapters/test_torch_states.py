@@ -8,12 +8,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lossscale_core import DynamicScaling, FixedScaling, state_from_dict, state_to_dict
+from lossscale_core import DynamicScaling, FixedScaling, metrics, state_from_dict, state_to_dict
 from lossscale_core.errors import CallOrderError
 from lossscale_torch import GradScaler
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.torch_steps import CALLS, EITHER_KIND, INF, one, ready, take_step
+from tests.core.own_policies import AdditiveScaling
 from tests.strategies import overflow_traces, policies
 from tests.sweeping import few_examples
 
@@ -69,6 +70,18 @@ def test_a_device_follows_each_policy(policy, trace, entries, other, trace_of_ot
         if isinstance(policy, DynamicScaling):
             scaler.policy = other
             follow(other, trace_of_other)
+
+
+def test_an_own_policy_on_a_device():
+    """Its floats and its counts are among the metrics."""
+    policy = AdditiveScaling()
+    with Emulated("mps"):
+        (_, optimizer), scaler = one(True, "mps"), GradScaler("mps", policy=policy)
+        expected = policy.init_state()
+        for finite in (True, True, False, True):
+            take_step(scaler, optimizer, 1.0 if finite else INF)
+            expected = policy.update(expected, finite)
+            assert {name: float(number) for name, number in scaler.metrics().items()} == metrics(expected)
 
 
 @pytest.mark.parametrize("call", CALLS)

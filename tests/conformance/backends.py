@@ -89,7 +89,6 @@ JAX_WAYS = (
     Way("jit", jax.jit),
     Way("scan", lambda function: jax.jit(lambda *trees: _first(_in_scan(function)(*trees))), iterate=_scan),
     Way("vmap", _among_three),
-    Way("eval_shape", lambda function: lambda *trees: jax.eval_shape(function, *trees), has_values=False),
 )
 
 
@@ -109,13 +108,8 @@ def jax_adapter(name="jax", **settings):
 
 
 def _graph(**options):
+    """Return a function that makes graphs; with autograph=False they raise where Python asks for a value."""
     return lambda function: tf.function(function, autograph=False, **options)
-
-
-def _traced(function):
-    """Trace a graph and never run it: there autograph=False raises where Python asks for a value."""
-    graph = tf.function(function, autograph=False)
-    return lambda *trees: graph.get_concrete_function(*trees).structured_outputs
 
 
 def _from_tensorflow(tensor):
@@ -124,12 +118,7 @@ def _from_tensorflow(tensor):
 
 def tf_adapter(name="tensorflow", **settings):
     """Return TensorFlow's adapter, eagerly, in a graph and under XLA."""
-    ways = (
-        Way("eager"),
-        Way("graph", _graph()),
-        Way("xla", _graph(jit_compile=True)),
-        Way("trace", _traced, has_values=False),
-    )
+    ways = (Way("eager"), Way("graph", _graph()), Way("xla", _graph(jit_compile=True)))
     described = {"verbs": lossscale_tf, "dtypes": ALL_DTYPES, "xp": tf, "ways": ways}
     return Adapter(name=name, asarray=tf.constant, to_numpy=_from_tensorflow, **{**described, **settings})
 
@@ -145,14 +134,16 @@ def _on_keras_meta(function):
 
 
 def keras_adapter():
-    """Return the adapter of Keras on the backend of this process, in the ways of that framework."""
-    described = {"verbs": lossscale_keras, "dtypes": ("float16", "bfloat16", "float32", "float64")}
+    """Return the adapter of Keras on the backend of this process, eagerly and compiled."""
+    described = {"name": f"keras on {keras.backend.backend()}", "verbs": lossscale_keras}
+    dtypes = ("float16", "bfloat16", "float32")
     if keras.backend.backend() == "jax":
-        return jax_adapter("keras on jax", **{**described, "dtypes": ("float16", "bfloat16", "float32")})
+        return jax_adapter(**described, dtypes=dtypes, ways=(Way("eager"), Way("jit", jax.jit)))
+    dtypes += ("float64",)
     if keras.backend.backend() == "torch":
         ways = (Way("eager"), Way("compile", _compiled), Way("meta", _on_keras_meta, has_values=False))
-        return torch_adapter("keras on torch", ways=ways, **described)
-    return tf_adapter("keras on tensorflow", **described)
+        return torch_adapter(**described, dtypes=dtypes, ways=ways)
+    return tf_adapter(**described, dtypes=dtypes, ways=(Way("eager"), Way("xla", _graph(jit_compile=True))))
 
 
 EAGERLY = (Way("eager"),)
