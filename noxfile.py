@@ -111,11 +111,20 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports", "--no-cache", "--no-logo", env={"PYTHONPATH": "src"})  # of pyproject.toml
 
 
+def _check_types(session: nox.Session) -> None:
+    """Check types strictly, where every framework is installed."""
+    session.install(*_group("typing"))
+    session.run("mypy")
+    session.run("mypy", "--strict", "--config-file=", *map(str, sorted(Path("tests/typing").glob("*.py"))))
+    session.run("pyright", "-p", "tests/typing")
+
+
 @nox.session
 def conformance(session: nox.Session) -> None:
     """Run one suite and the docs' examples on all frameworks with the loggers; load checkpoints of each in the others.
 
-    The examples run here, since every framework is installed here. It takes longest, and so begins early.
+    The examples and the check of types run here, since every framework is installed here. It takes longest, and so
+    begins early.
     """
     _install_torch(session)
     groups = [*_group("test"), *_group("logging")]
@@ -126,16 +135,15 @@ def conformance(session: nox.Session) -> None:
         for backend in ("jax", "torch"):  # the suite, too, which has had the default
             _run_keras(session, backend, "tests/conformance/test_backends.py", "-k", "keras")
         session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
+        _check_types(session)
 
 
-@nox.session
+@nox.session(default=False)
 def typing(session: nox.Session) -> None:
-    """Check types strictly: `nox -s typing`."""
+    """Check types strictly: `nox -s typing`; in CI, `conformance` does so."""
     _install_torch(session)
-    session.install("-e", ".[demo]", TORCH, *JAX, *FRAMEWORKS["tensorflow"], *_group("typing"))
-    session.run("mypy")
-    session.run("mypy", "--strict", "--config-file=", *map(str, sorted(Path("tests/typing").glob("*.py"))))
-    session.run("pyright", "-p", "tests/typing")
+    session.install("-e", ".[demo]", TORCH, *JAX, *FRAMEWORKS["tensorflow"])
+    _check_types(session)
 
 
 @nox.session
