@@ -31,7 +31,7 @@ REFUSED = [
     ("deepspeed.json", POLICY, b'{"fp16": {}}', "for the config of another tool run: lossscale policy convert FILE"),
     ("good.csv", "plot {} -o s.docx", GOOD, "s.docx must end in .png, .pdf or .svg"),
     ("long.csv", SIMULATE, LONG, "long.csv has more than 2**20 steps"),
-    ("tiny.csv", SIMULATE, TITLES + b"0,7e-46,False\n", "and a positive scale; delete the row"),
+    ("tiny.csv", SIMULATE, TITLES + b"0,1e-45,False\n", "and a positive scale; delete the row"),
     ("object.json", CHECKPOINT, b'{"loss": [1]}', "no known scaler under the names loss; pass its own part"),
     ("odd.json", CHECKPOINT, ODD, "save these names: scale, _growth_tracker; pass --from TOOL"),
     ("bad.toml", "run --trace scale.txt {}", b"", "--trace scale.txt must end in .csv"),
