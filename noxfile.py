@@ -66,10 +66,13 @@ def _run_tests(session: nox.Session, framework: str) -> None:
 
 
 def _run_keras(session: nox.Session, backend: str, *more: str) -> None:
-    """Run the tests of Keras and what else is named on one backend; a process can have only one."""
+    """Run the tests of Keras and what else is named on one backend; a process can have only one.
+
+    One process, since each would import every framework, and another session runs beside it.
+    """
     of_adapter = map(str, sorted(Path("tests/adapters").glob("test_keras_*.py")))
     env = {**ONE_THREAD, "KERAS_BACKEND": backend}
-    session.run("pytest", *of_adapter, *more, *IN_PARALLEL, env=env)
+    session.run("pytest", *of_adapter, *more, env=env)
 
 
 def _install_torch(session: nox.Session, torch: str = TORCH, *constraints: str) -> None:

@@ -5,7 +5,14 @@ import os
 from hypothesis import settings
 
 IS_SWEEP = "LOSSSCALE_SWEEP" in os.environ
-few_examples = settings(max_examples=500 if IS_SWEEP else 20)
+
+
+def examples(count):
+    """Return settings with so many examples, and ten times as many in a sweep."""
+    return settings(max_examples=count * (10 if IS_SWEEP else 1))
+
+
+few_examples = examples(20)
 """For a test that compiles or traces something in each example."""
 
 

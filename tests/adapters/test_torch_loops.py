@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, FixedScaling, NoScaling, ScaleState, state_to_dict
@@ -14,7 +14,7 @@ from lossscale_torch import GradScaler
 from lossscale_torch.hooks import Hook
 from tests.adapters.emulated_device import Emulated
 from tests.adapters.torch_steps import INF, one
-from tests.sweeping import IS_SWEEP
+from tests.sweeping import examples
 
 MAX_NORM = 0.5
 WAYS = {
@@ -164,7 +164,7 @@ class _Loop:
             self.scaler.load_state_dict(state_to_dict(self.expected, self.policy))
 
 
-@settings(max_examples=2000 if IS_SWEEP else 150, deadline=None)
+@examples(150)
 @given(
     st.sampled_from(POLICIES), st.sampled_from(["cpu", "mps"]), st.lists(st.booleans(), min_size=3, max_size=3),
     st.lists(STEPS, max_size=8),

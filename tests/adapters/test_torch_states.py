@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lossscale_core import DynamicScaling, FixedScaling, metrics, state_from_dict, state_to_dict
@@ -16,7 +16,7 @@ from tests.adapters.recorded_graph import RecordedGraph
 from tests.adapters.torch_steps import CALLS, EITHER_KIND, INF, one, ready, take_step
 from tests.core.own_policies import AdditiveScaling
 from tests.strategies import overflow_traces, policies
-from tests.sweeping import few_examples
+from tests.sweeping import examples, few_examples
 
 RULES = st.builds(
     DynamicScaling,
@@ -42,7 +42,7 @@ OTHERS = WIDE, dataclasses.replace(WIDE, refill_on_finite=False, refill_on_backo
 TRACES = overflow_traces(max_steps=12)
 
 
-@settings(deadline=None)
+@examples(50)
 @given(RULES | policies(), TRACES, st.none() | st.sampled_from(BEYOND), st.sampled_from(OTHERS), TRACES)
 @example(DynamicScaling(), [True] * 4, None, WIDE, [True])
 def test_a_device_follows_each_policy(policy, trace, entries, other, trace_of_other):

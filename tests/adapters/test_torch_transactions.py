@@ -28,6 +28,7 @@ from lossscale_core.errors import CallOrderError, OverflowStreakError, RetriesEx
 from lossscale_torch import GradScaler, guarded
 from lossscale_torch.hooks import Hook
 from tests.adapters.torch_steps import EITHER_KIND, INF, Loop, Veto, one, take_step
+from tests.sweeping import examples
 
 SOURCE = lossscale_torch.__path__[0]
 MIN_SCALE, GROWTH_INTERVAL, MAX_STREAK = 2.0**7, 3, 4
@@ -322,7 +323,7 @@ class _Steps(RuleBasedStateMachine):
 
 def test_steps_agree_with_a_model():
     """After each call, the weight, the buffers and the loss scale are the numbers of the model."""
-    run_state_machine_as_test(_Steps, settings=settings(max_examples=400, stateful_step_count=30))
+    run_state_machine_as_test(_Steps, settings=settings(examples(200), stateful_step_count=30))
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
