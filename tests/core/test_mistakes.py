@@ -148,6 +148,7 @@ MISTAKES = {
         # Adapters check the numbers that they take in addition to a policy as settings are checked.
         (check_setting, ("max_norm", math.nan), "max_norm=nan must be a number from 0; pass math.inf for no clip"),
         (check_setting, ("max_norm", [["1" * 150] * 6] * 6), "11111... must be a number from 0"),
+        (check_setting, ("max_norm", [[[1.0]]]), "max_norm=[[[1.0]]] must be a number from 0"),
         (check_setting, ("global_clipnorm", 0), "global_clipnorm=0 must be a positive number; pass math.inf"),
     ],
 }

@@ -22,7 +22,8 @@ def test_a_bare_policys_members_have_defaults():
     policy = BareAdditiveScaling()
     assert as_policy(policy) is policy
     members = BaseScaling.of(policy)
-    assert (members.kind, members.max_overflow_streak, members.backoff_factor) == (None, None, 1.0)
+    assert (members.kind, members.max_overflow_streak) == (None, None)
+    assert (members.growth_factor, members.backoff_factor) == (1.0, 1.0)
     assert (members.state_type, members.bounds(), members.growth_interval) == (AdditiveState, (1.0, 2.0**15), 2)
     assert members.init_state() == policy.init_state()
     assert members.settings() == {"init_scale": 2.0**10, "growth_interval": 2, "min_scale": 1.0, "max_scale": 2.0**15}

@@ -27,6 +27,7 @@ LOGS = [
     (DynamicScaling(init_scale=2.0, min_scale=2.0**-9), "99T 1F " * 5, [(SKIPPING, 400)]),
     # verdicts that come back soon, late, again and again
     (FIXED, "30F 1000T " * 2, [(SKIPPING, 5), ("healthy", 130), (SKIPPING, 1034), ("healthy", 1154)]),
+    (FIXED, "5F 990T 9F", [(SKIPPING, 5), ("healthy", 900)], {5, 900, 1004}),
     (FIXED, "18T 1F " * 50, [(SKIPPING, 57), ("healthy", 61)]),
     # skips that go on, at any scale and at the floor
     (DynamicScaling(), "99T " + "5T 1F " * 20, [(SKIPPING, 153)]),
