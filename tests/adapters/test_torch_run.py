@@ -182,6 +182,8 @@ def test_a_norm_beyond_float16(trace):
 def test_a_resumed_run_continues_its_trace(trace, tmp_path, cut, steps):
     """Rows are appended below one header; a row that a crash has cut stays on its own line and is ignored."""
     trace("resumes()")
+    (tmp_path / "new").touch()
+    assert (tmp_path / "scale.csv").stat().st_mode == (tmp_path / "new").stat().st_mode
     os.truncate(tmp_path / "scale.csv", (tmp_path / "scale.csv").stat().st_size - cut)
     _, rows = trace("resumes()")
     if steps == 8:

@@ -27,6 +27,7 @@ REFUSED = [
     ("dicts.json", CHECKPOINT, b'{"a":[' + b'{"":0},' * (4 * MIB // 7 - 3) + b"0]}", "no known scaler"),
     ("keys.json", CHECKPOINT, b"{" + b",".join(b'"%d":0' % n for n in range(300_000)) + b"}", "no known scaler"),
     ("line.csv", SIMULATE, b"step" + b"," * 10 * MIB, "has no column scale; it has step; add it"),
+    ("edge.csv", SIMULATE, TITLES[:-1].ljust(10_000, b",") + b"\n" + ROW, "has no column scale; it has step; add it"),
     # not hostile, but wrong
     ("deepspeed.json", POLICY, b'{"fp16": {}}', "for the config of another tool run: lossscale policy convert FILE"),
     ("good.csv", "plot {} -o s.docx", GOOD, "s.docx must end in .png, .pdf or .svg"),
