@@ -62,6 +62,10 @@ def _clipped(params, state, batch):
     return optax.clip_by_global_norm(0.1).update(_scaled_grads(params, state, batch), optax.EmptyState())[0]
 
 
+def _in_float16(params, state, batch):
+    return jax.tree.map(lambda grad: (0.01 * grad).astype(jnp.float16), _scaled_grads(params, state, batch))
+
+
 def _decayed(params, state, batch):
     return jax.tree.map(lambda grad, param: grad + 1e-3 * param, _scaled_grads(params, state, batch), params)
 
@@ -149,6 +153,7 @@ COUNTING = jax.jit(functools.partial(_by_hand, follow=lambda _, new, old: new))
 CORRECT = {
     "clipping": (jax.jit(_step("clipping")), _start("clipping")),
     "metrics": (jax.jit(_with_metrics), _start("adam")),
+    "gradients that flush to zero": (_step("sgd", _in_float16), _start("sgd")),
     "a function": (_step("adam"), _start("adam", activation=jax.nn.relu)),
     "NumPy's float64": (_step("clipping"), {**_start("clipping"), "params": IN_FLOAT64}),
     "a window": (jax.jit(_window), _start("windows")),
