@@ -68,7 +68,7 @@ def _run_tests(session: nox.Session, framework: str) -> None:
 def _run_keras(session: nox.Session, backend: str, *more: str) -> None:
     """Run the tests of Keras and what else is named on one backend; a process can have only one.
 
-    One process, since each would import every framework, and another session runs beside it.
+    It takes one process, since each would import every framework, and another session runs at the same time.
     """
     of_adapter = map(str, sorted(Path("tests/adapters").glob("test_keras_*.py")))
     env = {**ONE_THREAD, "KERAS_BACKEND": backend}
@@ -137,7 +137,7 @@ def conformance(session: nox.Session) -> None:
         _run_keras(session, "tensorflow")
         for backend in ("jax", "torch"):  # the suite, too, which has had the default
             _run_keras(session, backend, "tests/conformance/test_backends.py", "-k", "keras")
-        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", *IN_PARALLEL, env=ONE_THREAD)
+        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", env=ONE_THREAD)
         _check_types(session)
 
 
