@@ -132,6 +132,8 @@ def test_loops_count_as_one_step(caplog):
     resumed = GradScaler("cpu")
     resumed.load_state_dict(scaler.state_dict())
     assert resumed.diagnose() == scaler.diagnose()
+    resumed.load_state_dict({**GradScaler("cpu").state_dict(), "retries": 9})  # more than its steps
+    assert resumed.diagnose().startswith("not started")
 
 
 NOT_ONE_STEP = [

@@ -56,3 +56,6 @@ def test_a_new_scaler_notices_earlier_steps():
     with pytest.warns(CheckpointWarning, match="starts over"):
         take_step(GradScaler("cpu"), optimizer, 1.0)
     take_step(GradScaler("cpu", policy="none"), optimizer, 1.0)
+    optimizer = torch.optim.SGD([param])
+    optimizer.state[param]["step"] = 0  # a Python int, as bitsandbytes counts
+    take_step(GradScaler("cpu"), optimizer, 1.0)
