@@ -79,6 +79,7 @@ MISTAKES = [
     # losses and gradients
     *((RuntimeError, r"lossscale_tf\.v1\.LossScaleOptimizer", lambda call=call: _in_a_graph(call)) for call in (
         lambda optimizer, variable: optimizer.minimize(lambda: variable * 1.0, [variable]),
+        lambda optimizer, variable: optimizer.get_gradients(lambda: variable * 1.0, [variable]),
         lambda optimizer, variable: optimizer.get_scaled_loss(variable * 1.0),
         lambda optimizer, variable: optimizer.apply_gradients([(tf.constant(1.0), variable)]),
         lambda optimizer, variable: optimizer.get_gradients(variable * 1.0, [variable]),
@@ -127,3 +128,13 @@ def test_an_optimizer_that_has_taken_steps(is_loaded):
     with nullcontext() if is_loaded else pytest.warns(CheckpointWarning, match=words):
         optimizer.minimize(lambda: variable**2, [variable])
     assert float(optimizer.loss_scale) == (4096.0 if is_loaded else 8.0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_global_step_that_has_counted():
+    """A wrapper of TensorFlow 1 warns at its first step if the global step has counted steps before."""
+    variable, global_step = tf.Variable(1.0), tf.Variable(3, dtype=tf.int64)
+    optimizer = v1.LossScaleOptimizer(tf1.train.GradientDescentOptimizer(0.5), 8.0)
+    for way in (pytest.warns(CheckpointWarning, match="has taken 3 steps before"), nullcontext()):
+        with way:
+            optimizer.minimize(lambda: variable**2, var_list=[variable], global_step=global_step)
