@@ -134,14 +134,14 @@ def _on_keras_meta(function):
 
 
 def keras_adapter():
-    """Return the adapter of Keras on the backend of this process, eagerly and compiled."""
+    """Return the adapter of Keras on the backend of this process, eagerly and in one way that reads no value."""
     described = {"name": f"keras on {keras.backend.backend()}", "verbs": lossscale_keras}
     dtypes = ("float16", "bfloat16", "float32")
     if keras.backend.backend() == "jax":
         return jax_adapter(**described, dtypes=dtypes, ways=(Way("eager"), Way("jit", jax.jit)))
     dtypes += ("float64",)
     if keras.backend.backend() == "torch":
-        ways = (Way("eager"), Way("compile", _compiled), Way("meta", _on_keras_meta, has_values=False))
+        ways = (Way("eager"), Way("meta", _on_keras_meta, has_values=False))
         return torch_adapter(**described, dtypes=dtypes, ways=ways)
     return tf_adapter(**described, dtypes=dtypes, ways=(Way("eager"), Way("xla", _graph(jit_compile=True))))
 
