@@ -77,6 +77,7 @@ MISTAKES = [
     (AttributeError, "belongs to dynamic scaling", lambda: _set("dynamic_growth_steps")),
     (AttributeError, "'SGD' object has no attribute 'beta_1'", lambda: _set("beta_1")),
     # losses and gradients
+    (ValueError, "1 gradients came for 0 variables", lambda: _with().apply([tf.constant(1.0)], [])),
     *((RuntimeError, r"lossscale_tf\.v1\.LossScaleOptimizer", lambda call=call: _in_a_graph(call)) for call in (
         lambda optimizer, variable: optimizer.minimize(lambda: variable * 1.0, [variable]),
         lambda optimizer, variable: optimizer.get_gradients(lambda: variable * 1.0, [variable]),
