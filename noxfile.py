@@ -115,7 +115,7 @@ def lint(session: nox.Session) -> None:
 
 
 def _check_types(session: nox.Session) -> None:
-    """Check types strictly, where every framework is installed."""
+    """Check types strictly, in an environment that has every framework."""
     session.install(*_group("typing"))
     session.run("mypy")
     session.run("mypy", "--strict", "--config-file=", *map(str, sorted(Path("tests/typing").glob("*.py"))))
