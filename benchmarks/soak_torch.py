@@ -12,10 +12,10 @@ must be equal to the same run without kills.
 
 import argparse
 import io
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -165,45 +165,43 @@ class Run:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """Run one process of the run."""
-    meeting = f"file://{arguments.meeting}"
-    dist.init_process_group("gloo", init_method=meeting, rank=arguments.rank, world_size=arguments.processes)
-    run = Run(arguments.folder, arguments.rank, arguments.processes, arguments.seed, arguments.steps)
+def work(
+    rank: int, processes: int, meeting: Path, folder: Path, seed: int, steps: int, die_at: int, die_in: str
+) -> None:
+    """Run one process of the run; its warnings and its error go to a file."""
+    os.dup2(os.open(folder / f"errors{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=processes)
+    run = Run(folder, rank, processes, seed, steps)
     run.resume()
-    run.train(arguments.die_at, arguments.die_in)
+    run.train(die_at, die_in)
     dist.barrier()
     os._exit(0)  # without the orderly end of the interpreter, which torch's threads abort now and then
 
 
 def train(folder: Path, processes: int, seed: int, steps: int, victims: list[tuple[int, int, str]]) -> dict[str, Any]:
     """Train in processes; restart after each victim (rank, step, phase) is killed, and return the last checkpoint."""
-    for attempt, victim in enumerate([*victims, (-1, steps, "")]):
-        command = [sys.executable, __file__, "--worker", "--folder", folder, "--meeting", folder / f"meeting{attempt}"]
-        command += ["--processes", processes, "--seed", seed, "--steps", steps]
+    for attempt, (victim, *death) in enumerate([*victims, (-1, steps, "")]):
         running = []
         for rank in range(processes):
-            die_at, die_in = victim[1:] if rank == victim[0] else (steps, "")
-            arguments = [*command, "--rank", rank, "--die-at", die_at, "--die-in", die_in]
-            running.append(subprocess.Popen([str(argument) for argument in arguments], stderr=subprocess.PIPE))
-        _wait(running, victim[0])
+            arguments = (rank, processes, folder / f"meeting{attempt}", folder, seed, steps)
+            end = death if rank == victim else (steps, "")
+            running.append(multiprocessing.get_context("forkserver").Process(target=work, args=(*arguments, *end)))
+            running[-1].start()
+        _wait(running, victim, folder)
     return dict(torch.load(folder / FINISHED, weights_only=False))
 
 
-def _wait(running: list[Any], victim: int) -> None:
-    """Wait for all processes; if there is a victim, wait for its end and kill the others, which wait for it."""
-    if victim >= 0:
-        _, errors = running[victim].communicate(timeout=300)
-        for process in running:
-            process.kill()
-            process.communicate()
-        if running[victim].returncode != KILLED:
-            raise RuntimeError(f"rank {victim} was to be killed: {errors.decode()[-2000:]}")
-        return
+def _wait(running: list[Any], victim: int, folder: Path) -> None:
+    """Wait for all processes, or for the victim, which is killed, and then kill the others."""
+    expected = dict.fromkeys(range(len(running)), 0) if victim < 0 else {victim: KILLED}
+    for rank, status in expected.items():
+        running[rank].join(timeout=300)
+        if running[rank].exitcode != status:
+            errors = (folder / f"errors{rank}.txt").read_text()[-2000:]
+            raise RuntimeError(f"rank {rank} ended with {running[rank].exitcode}, not with {status}: {errors}")
     for process in running:
-        _, errors = process.communicate(timeout=300)
-        if process.returncode:
-            raise RuntimeError(f"a process ended with {process.returncode}: {errors.decode()[-2000:]}")
+        process.kill()
+        process.join()
 
 
 def differences(a: Any, b: Any) -> int:
@@ -237,15 +235,7 @@ def main() -> int:
     """Run all soaks, and print a line for each soak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short run")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    for name in ("rank", "processes", "seed", "steps", "die-at"):
-        parser.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
-    for name in ("folder", "meeting"):
-        parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--die-in", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        work(arguments)
     runs = [(2, 60, 2, 0)] if arguments.quick else [(2, 400, 8, 0), (2, 400, 8, 1), (4, 200, 4, 2), (4, 200, 4, 3)]
     print("| processes | steps | overflows | spikes | skipped | kills | differences |\n|---|---|---|---|---|---|---|")
     worst = 0

@@ -1,5 +1,6 @@
 """How often tests repeat one behaviour: enough to notice in each run, and many times in `nox -s sweep`, nightly."""
 
+import itertools
 import os
 
 from hypothesis import settings
@@ -14,6 +15,14 @@ def examples(count):
 
 few_examples = examples(20)
 """For a test that compiles or traces something in each example."""
+
+
+def every(count, *factors):
+    """Return every `count`-th combination of these factors, and all in a sweep.
+
+    With a `count` that has no divisor in common with the lengths of the factors, each value of each factor occurs.
+    """
+    return [*itertools.product(*factors)][:: 1 if IS_SWEEP else count]
 
 
 def seeds(count):

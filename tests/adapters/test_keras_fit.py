@@ -19,6 +19,8 @@ from tests.adapters.keras_loops import BACKEND, assert_same, value_of, values_of
 PAGE = (Path(__file__).parents[2] / "docs/keras-and-tensorflow.md").read_text(encoding="utf-8")
 DATA = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
 BAD = np.full((8, 3), np.inf, np.float32)
+# `torch.compile` takes a minute for the train step of Keras; `test_keras_last_loss.py` compiles a step without it.
+WAYS = {"tensorflow": ["jit_compile", "plain"], "jax": ["jit_compile", "eight devices"], "torch": ["plain"]}
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +39,7 @@ def _model(*layers, optimizer, model_class=keras.Sequential, **settings):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of TorchInductor
-@pytest.mark.parametrize("way", ["jit_compile", "eight devices" if BACKEND == "jax" else "plain"])
+@pytest.mark.parametrize("way", WAYS[BACKEND])
 def test_fit_in_float16_skips_bad_batches(way, caplog):
     """In `fit` in float16, a bad batch changes only the state, also if it is bad on one of eight devices."""
     scope = nullcontext()
@@ -52,10 +53,9 @@ def test_fit_in_float16_skips_bad_batches(way, caplog):
         model = _model(keras.layers.Dense(8), optimizer=optimizer, jit_compile=way != "plain")
         # `compile` does not wrap the optimizer again.
         assert model.optimizer is optimizer
-        epochs = 3 if (BACKEND, way) == ("torch", "jit_compile") else 12  # this one takes seconds a step
         fit = functools.partial(model.fit, batch_size=8, verbose=0, callbacks=[LossScaleLogger()])
-        history = fit(DATA, DATA.sum(axis=1), epochs=epochs).history
-        assert history["loss"][-1] < (0.01 if epochs == 12 else history["loss"][0] / 4)
+        history = fit(DATA, DATA.sum(axis=1), epochs=12).history
+        assert history["loss"][-1] < 0.01
         assert history["loss_scale"][-1] == float(optimizer.loss_scale)
         assert history["skipped_steps"][-1] == int(optimizer.metrics()["skipped_steps"])
         assert int(optimizer.iterations) == int(optimizer.metrics()["applied_steps"])

@@ -110,6 +110,18 @@ def test_pure_steps_use_their_own_state():
     two.went(3.0)
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="torch.compile")
+def test_compiled_steps_use_the_current_scale():
+    """A step that `torch.compile` compiles divides by the scale of the state."""
+    import torch
+
+    two = Two()
+    step = torch.compile(two.apply, backend="eager")
+    for _ in range(2):
+        step(two.scaled(3.0)[0])
+    two.went(6.0)
+
+
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="its variables record a loss of a trace, too")
 def test_eager_steps_with_traced_gradients():
     """An eager step divides traced gradients by the current scale, not by the scale of the last eager loss."""

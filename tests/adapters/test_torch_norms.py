@@ -17,6 +17,7 @@ from lossscale_torch import clip_and_check_, guarded
 from tests.adapters.odd_optimizers import FusedDuck
 from tests.adapters.torch_ranks import local, on_ranks
 from tests.adapters.torch_steps import ready, same
+from tests.sweeping import every
 from tests.torch_versions import HAS_FSDP2_ON_CPU
 
 INF, NAN = float("inf"), float("nan")
@@ -170,7 +171,7 @@ def _require_same_on_ranks():
 
 def _compare(rank, world_size):
     layouts, grid = _layouts()
-    for make, by, way, fused in product(layouts.values(), (1.0, 1e30), CLIPS, (False, True)):
+    for make, by, way, fused in every(5, layouts.values(), (1.0, 1e30), CLIPS, (False, True)):
         whole = [_whole(param.grad) for param in make(by=by)]
         _require_norm(partial(make, by=by), whole, way, fused)
     if HAS_FSDP2_ON_CPU:
@@ -200,7 +201,7 @@ def _shard_experts(grid):
 def _use_elsewhere(layouts):
     """Take the other steps: with a guard, by a guarded optimizer, with several optimizers, or with another scaler."""
     names, others = ("three meshes", "hsdp", "beside plain tensors"), WAYS.keys() - CLIPS.keys()
-    for name, by, fused, way in product(names, (1.0, 1e30), (False, True), sorted(others)):
+    for name, by, fused, way in every(5, names, (1.0, 1e30), (False, True), sorted(others)):
         whole = [_whole(param.grad) for param in layouts[name](by=by)]
         settings = {"process_group": dist.group.WORLD} if by == 1.0 else {}
         _require_norm(partial(layouts[name], by=by), whole, way, fused, **settings)
@@ -210,7 +211,7 @@ def _reduce_partial_sums(grid):
     """Step by gradients that are summands: of a row, over the ranks of a column, and over all."""
     layouts = (([Partial(), COPIED], 2), ([Partial(), Partial()], 4), ([COPIED, Partial()], 2))
     calls = (None, "unscale_", 2.0, INF)
-    for (placements, summed), call, fused, size in product(layouts, calls, (False, True), (SCALE, 2e38)):
+    for (placements, summed), call, fused, size in every(5, layouts, calls, (False, True), (SCALE, 2e38)):
         param = nn.Parameter(DTensor.from_local(torch.ones(4), grid, [COPIED, COPIED]))
         param.grad = DTensor.from_local(torch.full((4,), size), grid, placements)
         optimizer = torch.optim.AdamW([param], betas=(0.0, 0.0), fused=fused)
@@ -248,7 +249,7 @@ def _join_stages(rank, grid):
     """Clip two sharded stages of a pipeline by the norm of both, and four stages without meshes."""
     pairs = [((5 + rank // 2, 3), grid["b"], [BY_ROW]), *[((1,), grid["b"], [BY_ROW])] * (rank // 2)]
     stages = {grid.get_group("a"): pairs, dist.group.WORLD: [((2 + rank,), None, None)]}
-    for (group, specs), by, way, fused in product(stages.items(), (1.0, 1e30), WAYS, (False, True)):
+    for (group, specs), by, way, fused in every(5, stages.items(), (1.0, 1e30), WAYS, (False, True)):
         parts = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, [_whole(param.grad) for param in _params(specs, by=by)], group=group)
         whole = [grad for part in parts for grad in part]
@@ -275,7 +276,7 @@ def _lack_gradients(rank, layouts):
     group = {"process_group": dist.group.WORLD}
     kinds = [*product(WAYS, [{}]), *((way, group) for way in ("plain", *CLIPS, "guarded", "clip_and_check_"))]
     names = ("three meshes", "beside plain tensors")
-    for name, (lacks, culprit), (way, settings), fused in product(names, lacking, kinds, (False, True)):
+    for name, (lacks, culprit), (way, settings), fused in every(7, names, lacking, kinds, (False, True)):
         params = layouts[name](lacks=lacks[rank], culprit=culprit)
         assert _step(params, way, fused, **settings)[1] == (culprit is None), (name, lacks, way, fused)
 

@@ -30,7 +30,7 @@ def _python(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def start():
-    """Return a function that runs the command in a folder, in a process that is forked after the import of torch."""
+    """Return a function that runs Python in a folder, in a process that is forked after the import of torch."""
     server = [sys.executable, Path(__file__).with_name("command_server.py")]
     with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
@@ -53,9 +53,9 @@ def trace(start, tmp_path):
     """
 
     def trace(code, *options, run=start, is_compared=False):
-        done = run(tmp_path, "--trace", "scale.csv", *options, TRAINS, code)
+        done = run(tmp_path, *RUN, "--trace", "scale.csv", *options, TRAINS, code)
         assert done.returncode == 0, done.stderr
-        assert not is_compared or done.stdout == _python(tmp_path, TRAINS, code).stdout != ""
+        assert not is_compared or done.stdout == start(tmp_path, TRAINS, code).stdout != ""
         return done, _rows(tmp_path / "scale.csv")
 
     return trace
@@ -100,7 +100,7 @@ def folder(tmp_path):
 )
 def test_a_program_ends_as_without_us(start, folder, program, status):
     """Output, traceback, path and status are the same, byte for byte; stderr ends with an additional line."""
-    expected, done = _python(folder, *program.split()), start(folder, *program.split())
+    expected, done = _python(folder, *program.split()), start(folder, *RUN, *program.split())
     assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
     assert done.returncode == status
     *traceback, added = [*done.stderr.splitlines(), ""] if status in (2, -15) else done.stderr.splitlines()
@@ -122,7 +122,7 @@ REFUSED = {
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
 def test_wrong_arguments_are_refused(start, folder, arguments, message):
     """The command names the wrong argument before a script begins, with status 2 and without a traceback."""
-    done = start(folder, *arguments.split())
+    done = start(folder, *RUN, *arguments.split())
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -195,8 +195,7 @@ def test_a_resumed_run_continues_its_trace(trace, tmp_path, cut, steps):
 
 def test_torchrun_writes_a_trace_per_rank(trace, tmp_path):
     """The file has the rank of the process group in its name, and each rank prints its diagnosis."""
-    run = lambda folder, *arguments: _python(folder, *TORCHRUN, *RUN, *arguments)  # noqa: E731
-    done, rows = trace("rank()", run=run)
+    done, rows = trace("rank()", run=lambda folder, *arguments: _python(folder, *TORCHRUN, *arguments))
     assert not rows
     for rank in range(2):
         _require_simulated(_rows(tmp_path / f"scale.rank{rank}.csv"))
@@ -236,7 +235,7 @@ def test_a_second_writer_is_refused(trace, tmp_path):
 def test_a_full_disk_hides_no_diagnosis(trace):
     """The trace ends, and the exit still prints the diagnosis."""
     with room_for(90):
-        done, _ = trace("train(scaler)", run=lambda folder, *arguments: _python(folder, *RUN, *arguments))
+        done, _ = trace("train(scaler)", run=_python)
     assert "scale.csv ends at step" in done.stderr
     assert "2 of 8 steps skipped" in done.stderr.splitlines()[-1]
 

@@ -19,7 +19,9 @@ def _in_process(rank, world_size, folder, work):
 
 
 # A server imports these once, and each rank is a fresh fork of it: importing torch takes seconds, most tests less.
-mp.set_forkserver_preload([f"tests.adapters.test_torch_{name}" for name in ("distributed", "norms")])
+# Optimizers import `torch._dynamo`.
+PRELOADED = ["torch._dynamo", "tests.adapters.test_torch_distributed", "tests.adapters.test_torch_norms"]
+mp.set_forkserver_preload(PRELOADED)
 
 
 def on_ranks(world_size, work):

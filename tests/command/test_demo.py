@@ -11,7 +11,7 @@ from tests.command.commanding import refused, run, succeed
 from tests.sweeping import seeds
 
 
-def _train(name, weight=1e-5, seed=0, steps=300):
+def _train(name, weight=1e-5, seed=0, steps=150):
     dtype, policy = regimes(DEFAULT_POLICY)[name]
     return train(policy, dtype, weight, seed, steps)
 

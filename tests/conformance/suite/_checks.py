@@ -115,6 +115,7 @@ def _checks_of(adapter: Adapter, way: Way, scenarios: Mapping[str, Scenario]) ->
 
 _RULES = (
     _finiteness.an_empty_structure_is_finite,
+    _finiteness.nothing_hides_an_overflow,
     _scaling.losses_keep_their_structure,
     _scaling.gradients_keep_their_structure,
     _steps.full_counters_stay_full,
@@ -122,7 +123,6 @@ _RULES = (
 )
 _RULES_OF_NUMBERS = (_finiteness.every_position_is_seen, _scaling.gradients_survive)
 _RULES_OF_REAL_NUMBERS = (
-    _finiteness.nothing_hides_an_overflow,
     _finiteness.long_and_many_leaves_are_seen,
     _scaling.a_loss_is_lifted,
     _scaling.any_scale_unscales,

@@ -59,23 +59,20 @@ def an_empty_structure_is_finite(trial: Trial) -> None:
         trial.expect_flag(f"the flag of {what}", trial.run(trial.adapter.verbs.all_finite)(grads), True)
 
 
-def nothing_hides_an_overflow(trial: Trial, dtype: str) -> None:
-    """all_finite finds an overflow at each depth of nesting, and next to None, empty and integer leaves."""
-    bad = trial.array([1.0, -np.inf], dtype)
-    number, empty = trial.array([1, 2], "int32"), trial.array(np.zeros(0), dtype)
-    for grads in (
-        bad,
-        {"a": {"b": [bad]}},
-        (None, bad, None),
-        {"z": empty, "y": bad, "x": number},
-        [trial.array([1.0], other) for other in trial.adapter.dtypes] + [bad],
-    ):
-        finite = trial.run(trial.adapter.verbs.all_finite)(grads)
-        trial.expect_flag(f"the flag of a {dtype} leaf with -inf in {_shown(grads)}", finite, False)
-
-
-def _shown(grads: Any) -> str:
-    return type(grads).__name__ if isinstance(grads, dict | list | tuple) else "no container"
+def nothing_hides_an_overflow(trial: Trial) -> None:
+    """all_finite finds an overflow at each depth of nesting, and next to None, empty, integer and other leaves."""
+    dtypes = trial.adapter.dtypes
+    good, bad = ([trial.array([1.0, end], dtype) for dtype in dtypes] for end in (1.0, -np.inf))
+    number, empty = trial.array([1, 2], "int32"), trial.array(np.zeros(0), dtypes[0])
+    hidden = {
+        "no container": bad[0],
+        "nested containers": {"a": {"b": [bad[0]]}},
+        "a tuple with None": (None, bad[0], None),
+        "a dict with an integer and an empty leaf": {"z": empty, "y": bad[0], "x": number},
+        **{f"a {name} leaf after all dtypes": [*good, leaf] for name, leaf in zip(dtypes, bad, strict=True)},
+    }
+    for what, grads in hidden.items():
+        trial.expect_flag(f"the flag with -inf in {what}", trial.run(trial.adapter.verbs.all_finite)(grads), False)
 
 
 def _clean_leaves(dtype: str) -> Iterator[Any]:
