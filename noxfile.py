@@ -26,8 +26,15 @@ nox.options.allow_parallel = True  # with `-j 2` one session tests while another
 os.environ.setdefault("PIP_COMPILE", "0")
 # Containers often set this; then each of the many processes of the tests would compile what it imports once more.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# The tests run in as many processes as there are cores; threads of each would only wait for one another.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+ENVIRONMENT = {
+    # The tests run in as many processes as there are cores; threads of each would only wait for one another.
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    # The processes and sessions share what JAX compiles, however small.
+    "JAX_COMPILATION_CACHE_DIR": str(Path(".nox/compiled-by-jax").resolve()),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 # Pinned, so that a new release breaks no change; the package itself allows a range.
@@ -62,7 +69,7 @@ def _run_tests(session: nox.Session, framework: str) -> None:
     """Run the tests of one framework, or those of the core where it is `numpy`."""
     adapter = "" if framework == "numpy" else f"test_{framework}_*.py"
     of_adapter = map(str, sorted(Path("tests/adapters").glob(adapter))) if adapter else ()
-    session.run("pytest", *IN_PARALLEL, *of_adapter, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *IN_PARALLEL, *of_adapter, *session.posargs, env=ENVIRONMENT)
 
 
 def _run_keras(session: nox.Session, backend: str, *more: str) -> None:
@@ -71,7 +78,7 @@ def _run_keras(session: nox.Session, backend: str, *more: str) -> None:
     It takes one process, since each would import every framework, and another session runs at the same time.
     """
     of_adapter = map(str, sorted(Path("tests/adapters").glob("test_keras_*.py")))
-    env = {**ONE_THREAD, "KERAS_BACKEND": backend}
+    env = {**ENVIRONMENT, "KERAS_BACKEND": backend}
     session.run("pytest", *of_adapter, *more, env=env)
 
 
@@ -134,12 +141,12 @@ def conformance(session: nox.Session) -> None:
     _install_torch(session)
     groups = [*_group("test"), *_group("logging")]
     session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, TENSORFLOW, MLX)
-    session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
     if not session.posargs:
         _run_keras(session, "tensorflow")
         for backend in ("jax", "torch"):  # the suite, too, which has had the default
             _run_keras(session, backend, "tests/conformance/test_backends.py", "-k", "keras")
-        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", env=ONE_THREAD)
+        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", env=ENVIRONMENT)
         _check_types(session)
 
 
@@ -196,7 +203,7 @@ def mutants(session: nox.Session) -> None:
     session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, *FRAMEWORKS["tensorflow"])
     session.install("--no-deps", *ALONE.values())
     jobs = ("--jobs", str(os.cpu_count()))
-    session.run("python", "tests/mutants", *jobs, *session.posargs, env=ONE_THREAD)
+    session.run("python", "tests/mutants", *jobs, *session.posargs, env=ENVIRONMENT)
 
 
 # The sessions below run all tests of a framework with other versions of it. PyTorch brings five to seven gigabytes of
@@ -246,7 +253,7 @@ def smoke(session: nox.Session, framework: str) -> None:
     if framework == "torch":
         _install_torch(session, "torch")
     session.install("-e", ".[demo]", *UNPINNED[framework], *_group("test"), "flatbuffers")
-    session.run("pytest", *IN_PARALLEL, *SMOKE[framework], *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *IN_PARALLEL, *SMOKE[framework], *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

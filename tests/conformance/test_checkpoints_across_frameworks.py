@@ -19,10 +19,10 @@ from lossscale_torch import GradScaler
 from tests.conformance.travelling import WRAPPERS
 from tests.core.own_policies import AdditiveScaling, BareAdditiveScaling, policy_of_the_docs
 
-SAVED_AT = 100
+SAVED_AT = 30
 POLICY = DynamicScaling(growth_interval=4, hysteresis=2, refill_on_finite=False, cooldown=1, max_scale=2.0**48)
 """Of which every tracker is on its way at some step."""
-FINITE = [bool(each) for each in np.random.default_rng(0).random(300) < 0.8]
+FINITE = [bool(each) for each in np.random.default_rng(0).random(100) < 0.8]
 NORMS = np.where(FINITE, 1.0, np.inf)
 
 
@@ -40,7 +40,7 @@ def uninterrupted():
 
 @pytest.fixture(scope="module", params=WRAPPERS)
 def saved(request, uninterrupted, tmp_path_factory):
-    """Return what a framework's wrapper saved in a file after step 100."""
+    """Return what a framework's wrapper saved in a file after some steps."""
     step = WRAPPERS[request.param](state_to_dict(POLICY.init_state(), POLICY), POLICY)
     for norm in NORMS[:SAVED_AT]:
         after = step(norm).saved
@@ -52,7 +52,7 @@ def saved(request, uninterrupted, tmp_path_factory):
 
 @pytest.mark.parametrize("target", WRAPPERS)
 def test_the_next_states_are_the_same(uninterrupted, saved, target):
-    """Loaded by another framework's wrapper, over the same overflows: 200 states."""
+    """Loaded by another framework's wrapper, over the same overflows."""
     step = WRAPPERS[target](json.loads(saved.read_text()), POLICY)
     assert [_plain(step(norm).saved) for norm in NORMS[SAVED_AT:]] == uninterrupted[SAVED_AT:]
     assert len({state["loss_scale"] for state in uninterrupted[SAVED_AT:]}) > 2

@@ -85,14 +85,14 @@ def _clean_leaves(dtype: str) -> Iterator[Any]:
 
 
 def _spoiled(clean: Any) -> Iterator[tuple[int, Any, Any]]:
-    """Yield `clean` with each bad value at each position if it is small, else with one value at every fifth position.
+    """Yield `clean` with each bad value at the last position, and with one of them at each or at every fifth position.
 
     Five has no factor in common with the width of a vector, so that each lane is tried.
     """
     bad = (*_BAD, *(complex(1.0, part) for part in _BAD)) if clean.dtype.kind == "c" else _BAD
-    is_small, last = clean.size < 16, clean.size - 1
-    for position in range(clean.size) if is_small else (*range(0, last, 5), last):
-        for value in bad if is_small or position == last else [bad[position % len(bad)]]:
+    last = clean.size - 1
+    for position in (*range(0, last, 1 if last < 16 else 5), last):
+        for value in bad if position == last else [bad[position % len(bad)]]:
             spoiled = clean.copy()
             spoiled.reshape(-1)[position] = value
             yield position, value, spoiled
