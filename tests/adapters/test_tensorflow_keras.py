@@ -90,10 +90,7 @@ def test_a_custom_gradient_aggregator(mode):
 
 @pytest.mark.parametrize(
     ("wrapper", "sgd"),
-    [
-        (LossScaleOptimizer, keras.optimizers.SGD),
-        (v1.LossScaleOptimizer, tf.compat.v1.train.GradientDescentOptimizer),
-    ],
+    [(LossScaleOptimizer, keras.optimizers.SGD), (v1.LossScaleOptimizer, tf.compat.v1.train.GradientDescentOptimizer)],
 )
 def test_eager_steps_of_two_threads(wrapper, sgd):
     """If two threads take eager steps, each step counts and changes the weights."""

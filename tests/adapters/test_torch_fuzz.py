@@ -20,7 +20,7 @@ from lossscale_torch.hooks import Hook
 from tests.adapters.torch_steps import Legacy
 from tests.sweeping import IS_SWEEP
 
-PROGRAMS = 300 * (10 if IS_SWEEP else 1)
+PROGRAMS = 200 * (10 if IS_SWEEP else 1)
 TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 

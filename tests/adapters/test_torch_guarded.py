@@ -90,12 +90,7 @@ RUNS = {
     "one NaN": (ONE_NAN, [1.0, NAN, 2.0, 3.0], "asaa", "step 2 of GuardedSGD was skipped: the grad"),
     "spikes": (SPIKES, [*[1.0] * 8, *[1e4] * 3], "aaaaaaaappe", "step 9 of GuardedSGD was skipped: its gradient norm"),
     "max_streak": ({"max_streak": 3}, [NAN, -INF, 1.0, INF, NAN, NAN], "ssasse", "3 steps in a row had gradients"),
-    "on_bad": (
-        RAISES,
-        [1.0, INF, NAN, 2.0],
-        "aeea",
-        "step 3 of GuardedSGD was not taken: the gradients of",
-    ),
+    "on_bad": (RAISES, [1.0, INF, NAN, 2.0], "aeea", "step 3 of GuardedSGD was not taken: the gradients of"),
 }
 ON_DEVICE = {  # if only the device knows the norm, the host counts no spikes, and the device raises the error
     "spikes": ("aaaaaaaappp", ""),

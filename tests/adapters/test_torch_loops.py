@@ -164,7 +164,7 @@ class _Loop:
             self.scaler.load_state_dict(state_to_dict(self.expected, self.policy))
 
 
-@examples(150)
+@examples(100)
 @given(
     st.sampled_from(POLICIES), st.sampled_from(["cpu", "mps"]), st.lists(st.booleans(), min_size=3, max_size=3),
     st.lists(STEPS, max_size=8),

@@ -74,11 +74,7 @@ NEW_SCALE = "new_scale should be a float ... pass a positive number, or a tensor
 GIVEN_MODULE = "was given a Linear, which has no param_groups ... pass the torch"
 ERRORS = {
     "a scale of NaN": (lambda: GradScaler("cpu", NAN), PolicyError, "init_scale=nan must be a number from 2**-126"),
-    "a scale of infinity": (
-        lambda: GradScaler("cpu", float("inf")),
-        PolicyError,
-        "init_scale=inf must be a number",
-    ),
+    "a scale of infinity": (lambda: GradScaler("cpu", float("inf")), PolicyError, "init_scale=inf must be a number"),
     "a policy as scale": (lambda: GradScaler("cpu", DynamicScaling()), PolicyError, "for a policy, pass policy=..."),
     "a policy and a scale": (lambda: GradScaler("cpu", 1024.0, 4.0, policy="none"), PolicyError, BOTH),
     "two guards": (_two_guards, PolicyError, "one guard, and 2 were given; pass one of them, as guard="),

@@ -38,15 +38,18 @@ BEYOND = (
 )
 """Entries of checkpoints with which torch's kernel could not continue."""
 WIDE = DynamicScaling(min_scale=2.0**-126, max_scale=2.0**126, growth_interval=2)
-OTHERS = WIDE, dataclasses.replace(WIDE, refill_on_finite=False, refill_on_backoff=True), FixedScaling(4.0)
+TOLERANT = dataclasses.replace(WIDE, hysteresis=2)
+OTHERS = WIDE, TOLERANT, dataclasses.replace(WIDE, refill_on_finite=False, refill_on_backoff=True), FixedScaling(4.0)
 TRACES = overflow_traces(max_steps=12)
+CHANGES = st.lists(st.tuples(st.sampled_from(OTHERS), TRACES), max_size=2)
 
 
 @examples(50)
-@given(RULES | policies(), TRACES, st.none() | st.sampled_from(BEYOND), st.sampled_from(OTHERS), TRACES)
-@example(DynamicScaling(), [True] * 4, None, WIDE, [True])
-def test_a_device_follows_each_policy(policy, trace, entries, other, trace_of_other):
-    """Each state and each outcome is the policy's own, also after a checkpoint, and after a change of the policy."""
+@given(RULES | policies(), TRACES, st.none() | st.sampled_from(BEYOND), CHANGES)
+@example(DynamicScaling(), [True] * 4, None, [(WIDE, [True])])
+@example(WIDE, [], None, [(TOLERANT, [True]), (WIDE, [False])])
+def test_a_device_follows_each_policy(policy, trace, entries, changes):
+    """Each state and each outcome is the policy's own, also after a checkpoint, and after changes of the policy."""
     with Emulated("mps"), np.errstate(over="ignore"):
         (_, optimizer), scaler = one(True, "mps"), GradScaler("mps", policy=policy)
         expected = policy.init_state()
@@ -67,7 +70,7 @@ def test_a_device_follows_each_policy(policy, trace, entries, other, trace_of_ot
             scaler.load_state_dict(saved)
             expected = state_from_dict(saved, policy)
             follow(policy, trace[::-1])
-        if isinstance(policy, DynamicScaling):
+        for other, trace_of_other in changes if isinstance(policy, DynamicScaling) else ():
             scaler.policy = other
             follow(other, trace_of_other)
 

@@ -39,11 +39,7 @@ DIAGNOSES = [
     (UNBOUNDED, "200F", rf"stuck at min_scale: .* below 2\*\*-126. {UNCLEARED}\."),  # it cannot be lower
     (UNBOUNDED, "3T 1F 6T " * 50 + "3T 1F 1T", f"skipping too often.*{LOOK}."),
     (FixedScaling(8.0), "8F", "skipping too often: .* A scale of 8 is too large .* lower it, or use DynamicScaling."),
-    (
-        AT_CEILING,
-        "1T",
-        "pressing against max_scale: .* of the scaled loss; .* give the loss a larger weight.",
-    ),
+    (AT_CEILING, "1T", "pressing against max_scale: .* of the scaled loss; .* give the loss a larger weight."),
     (DynamicScaling(init_scale=2.0**32), "5T", "healthy.*"),  # nothing shows yet that it could grow
     # A longer growth_interval helps only a scale that has grown.
     (FALLING, "5T 1F " * 20, "healthy.*"),  # overflows that lower the first scale are normal
