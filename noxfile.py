@@ -30,6 +30,7 @@ ENVIRONMENT = {
     # The tests run in as many processes as there are cores; threads of each would only wait for one another.
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
+    "KERAS_BACKEND": "tensorflow",
     # The processes and sessions share what JAX compiles, however small.
     "JAX_COMPILATION_CACHE_DIR": str(Path(".nox/compiled-by-jax").resolve()),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -63,6 +64,7 @@ ALONE = {"torch": "timm>=1.0.31", "tensorflow": "tf-keras==2.21.*"}
 
 # Each process begins with consecutive tests, which share what they compile; at the end it takes tests from the others.
 IN_PARALLEL = ("-n", "auto", "--dist", "worksteal")
+KERAS = [str(path) for path in sorted(Path("tests/adapters").glob("test_keras_*.py"))]
 
 
 def _run_tests(session: nox.Session, framework: str) -> None:
@@ -70,16 +72,6 @@ def _run_tests(session: nox.Session, framework: str) -> None:
     adapter = "" if framework == "numpy" else f"test_{framework}_*.py"
     of_adapter = map(str, sorted(Path("tests/adapters").glob(adapter))) if adapter else ()
     session.run("pytest", *IN_PARALLEL, *of_adapter, *session.posargs, env=ENVIRONMENT)
-
-
-def _run_keras(session: nox.Session, backend: str, *more: str) -> None:
-    """Run the tests of Keras and what else is named on one backend; a process can have only one.
-
-    It takes one process, since each would import every framework, and another session runs at the same time.
-    """
-    of_adapter = map(str, sorted(Path("tests/adapters").glob("test_keras_*.py")))
-    env = {**ENVIRONMENT, "KERAS_BACKEND": backend}
-    session.run("pytest", *of_adapter, *more, env=env)
 
 
 def _install_torch(session: nox.Session, torch: str = TORCH, *constraints: str) -> None:
@@ -109,7 +101,7 @@ def _test_with(session: nox.Session, framework: str, *constraints: str) -> None:
         session.install("--no-deps", re.split("[=>]", ALONE[framework])[0], *constraints)
     _run_tests(session, framework)
     if framework == "tensorflow":
-        _run_keras(session, "tensorflow")
+        session.run("pytest", *IN_PARALLEL, *KERAS, env=ENVIRONMENT)
 
 
 @nox.session
@@ -141,12 +133,12 @@ def conformance(session: nox.Session) -> None:
     _install_torch(session)
     groups = [*_group("test"), *_group("logging")]
     session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, TENSORFLOW, MLX)
-    session.run("pytest", "tests/conformance", *IN_PARALLEL, *session.posargs, env=ENVIRONMENT)
+    tests = session.posargs or ["tests/conformance", *KERAS, "--doctest-glob=*.md", "README.md", "docs"]
+    session.run("pytest", *IN_PARALLEL, *tests, env=ENVIRONMENT)
     if not session.posargs:
-        _run_keras(session, "tensorflow")
-        for backend in ("jax", "torch"):  # the suite, too, which has had the default
-            _run_keras(session, backend, "tests/conformance/test_backends.py", "-k", "keras")
-        session.run("pytest", "--doctest-glob=*.md", "README.md", "docs", env=ENVIRONMENT)
+        for backend in ("jax", "torch"):  # a process has one backend, and takes long to import every framework
+            env = {**ENVIRONMENT, "KERAS_BACKEND": backend}
+            session.run("pytest", *KERAS, "tests/conformance/test_backends.py", "-k", "keras", env=env)
         _check_types(session)
 
 

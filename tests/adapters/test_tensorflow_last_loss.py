@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from lossscale_core.errors import CallOrderError
 from lossscale_tf import LossScaleOptimizer
 from tests.adapters import keras_loops
-from tests.sweeping import few_examples
+from tests.sweeping import examples
 
 SCALED, UNSCALED = "get_scaled_loss", "get_unscaled_gradients"
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # right loops are silent
@@ -191,7 +191,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 def test_any_order_of_calls():
     """No step divides by the scale of another loss, and there is no warning."""
-    run_state_machine_as_test(AnyOrder, settings=settings(few_examples, stateful_step_count=10))
+    run_state_machine_as_test(AnyOrder, settings=settings(examples(12), stateful_step_count=10))
 
 
 def test_replicas_with_two_losses():
