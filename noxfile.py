@@ -13,6 +13,7 @@ nox -s docs -- serve                 the documentation, while you write it
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -61,6 +62,13 @@ def _group(name: str) -> list[str]:
 # Packages to install without their dependencies: timm's torchvision has no build for this torch, and tf-keras would
 # install tensorflow of another version over tensorflow-cpu.
 ALONE = {"torch": "timm>=1.0.31", "tensorflow": "tf-keras==2.21.*"}
+
+# With `-j`, sessions are processes that share the cores. More test processes than cores take no less time, since each
+# imports every framework again.
+if "-j" in sys.argv:
+    jobs = sys.argv[sys.argv.index("-j") + 1]  # a number, or `auto`: one for each core
+    workers = (os.cpu_count() or 1) // int(jobs) if jobs.isdigit() else 1
+    os.environ.setdefault("PYTEST_XDIST_AUTO_NUM_WORKERS", str(max(1, workers)))
 
 # Each process begins with consecutive tests, which share what they compile; at the end it takes tests from the others.
 IN_PARALLEL = ("-n", "auto", "--dist", "worksteal")
@@ -167,15 +175,18 @@ BENCHMARKS = {
 
 
 @nox.session(default=False)
-@nox.parametrize("framework", list(FRAMEWORKS))
+@nox.parametrize("framework", [*FRAMEWORKS, "all"])
 def sweep(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with more seeds, random programs and examples, and its benchmarks quickly: nightly.
 
     `tests` checks the same behaviour with one seed, a tenth of the programs, and a few examples where each of them
-    compiles something. `tests/sweeping.py` has the numbers.
+    compiles something. `tests/sweeping.py` has the numbers. For "all", `conformance` runs so.
     """
-    _install(session, framework)
     session.env["LOSSSCALE_SWEEP"] = "1"
+    if framework == "all":
+        conformance(session)
+        return
+    _install(session, framework)
     _run_tests(session, framework)
     for benchmark in BENCHMARKS[framework]:
         session.run("python", f"benchmarks/{benchmark}.py", "--quick")
