@@ -125,8 +125,8 @@ def _check_types(session: nox.Session) -> None:
     """Check types strictly, in an environment that has every framework."""
     session.install(*_group("typing"))
     session.run("mypy")
-    users = map(str, sorted(Path("tests/typing").glob("*.py")))  # without the settings of pyproject.toml
-    # With this option, the frameworks come from the cache of the first run.
+    users = map(str, sorted(Path("tests/typing").glob("*.py")))
+    # A user has none of our settings. With the option of pyproject.toml, mypy reuses the cache of the first run.
     session.run("mypy", "--strict", "--warn-unreachable", "--config-file=", *users)
     session.run("pyright", "-p", "tests/typing")
 
@@ -141,10 +141,10 @@ def conformance(session: nox.Session) -> None:
     _install_torch(session)
     groups = [*_group("test"), *_group("logging")]
     session.install("-e", ".[demo]", *groups, TORCH, *JAX, FLAX, TENSORFLOW, MLX)
-    tests = session.posargs or ["tests/conformance", *KERAS, "--doctest-glob=*.md", "README.md", "docs"]
-    session.run("pytest", *IN_PARALLEL, *tests, env=ENVIRONMENT)
+    more = session.posargs or [*KERAS, "--doctest-glob=*.md", "README.md", "docs"]
+    session.run("pytest", *IN_PARALLEL, "tests/conformance", *more, env=ENVIRONMENT)
     if not session.posargs:
-        for backend in ("jax", "torch"):  # a process has one backend, and takes long to import every framework
+        for backend in ("jax", "torch"):  # one process for each, since more would import every framework again
             env = {**ENVIRONMENT, "KERAS_BACKEND": backend}
             session.run("pytest", *KERAS, "tests/conformance/test_backends.py", "-k", "keras", env=env)
         _check_types(session)
@@ -179,8 +179,9 @@ BENCHMARKS = {
 def sweep(session: nox.Session, framework: str) -> None:
     """Run one framework's tests with more seeds, random programs and examples, and its benchmarks quickly: nightly.
 
-    `tests` checks the same behaviour with one seed, a tenth of the programs, and a few examples where each of them
-    compiles something. `tests/sweeping.py` has the numbers. For "all", `conformance` runs so.
+    `tests` checks the same behaviour with one seed, a tenth of the programs, a part of the combinations, and a few
+    examples where each of them compiles something. `tests/sweeping.py` has the numbers. With "all", it runs
+    `conformance` in the same way.
     """
     session.env["LOSSSCALE_SWEEP"] = "1"
     if framework == "all":

@@ -192,16 +192,19 @@ def train(folder: Path, processes: int, seed: int, steps: int, victims: list[tup
 
 
 def _wait(running: list[Any], victim: int, folder: Path) -> None:
-    """Wait for all processes, or for the victim, which is killed, and then kill the others."""
+    """Wait for the victim, or for all processes if there is none; then kill those that still run."""
     expected = dict.fromkeys(range(len(running)), 0) if victim < 0 else {victim: KILLED}
-    for rank, status in expected.items():
-        running[rank].join(timeout=300)
-        if running[rank].exitcode != status:
-            errors = (folder / f"errors{rank}.txt").read_text()[-2000:]
-            raise RuntimeError(f"rank {rank} ended with {running[rank].exitcode}, not with {status}: {errors}")
-    for process in running:
-        process.kill()
-        process.join()
+    try:
+        for rank, status in expected.items():
+            running[rank].join(timeout=300)
+            if running[rank].exitcode != status:
+                file = folder / f"errors{rank}.txt"
+                errors = file.read_text()[-2000:] if file.exists() else ""
+                raise RuntimeError(f"rank {rank} ended with {running[rank].exitcode}, not with {status}: {errors}")
+    finally:
+        for process in running:
+            process.kill()
+            process.join()
 
 
 def differences(a: Any, b: Any) -> int:

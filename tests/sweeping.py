@@ -1,6 +1,7 @@
 """How often tests repeat one behaviour: enough to notice in each run, and many times in `nox -s sweep`, nightly."""
 
 import itertools
+import math
 import os
 
 from hypothesis import settings
@@ -20,9 +21,11 @@ few_examples = examples(20)
 def every(count, *factors):
     """Return every `count`-th combination of these factors, and all in a sweep.
 
-    With a `count` that has no divisor in common with the lengths of the factors, each value of each factor occurs.
+    A `count` with a divisor in common with their number would leave out some values always.
     """
-    return [*itertools.product(*factors)][:: 1 if IS_SWEEP else count]
+    combinations = [*itertools.product(*factors)]
+    assert math.gcd(count, len(combinations)) == 1
+    return combinations[:: 1 if IS_SWEEP else count]
 
 
 def seeds(count):

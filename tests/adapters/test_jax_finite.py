@@ -17,8 +17,7 @@ from tests.jax_names import enable_x64
 from tests.sweeping import IS_SWEEP
 
 FLOAT8 = ["float8_e4m3fn", "float8_e3m4", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e8m0fnu"]
-OTHERS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
-DTYPES = [*FLOAT8[:: 1 if IS_SWEEP else 2], *OTHERS]
+DTYPES = [*FLOAT8[:: 1 if IS_SWEEP else 2], "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 SHAPES = [(24, 40), (7,), (16, 8), (16, 8), (), (136, 144), (136, 144), (0, 8)]
 ONE_DEVICE = """
 from tests.adapters.test_jax_finite import require_exact_flags

@@ -15,12 +15,14 @@ from lossscale_core import DynamicScaling, SpikeGuard
 from lossscale_core.errors import OverflowStreakError
 from lossscale_keras import LossScaleLogger, LossScaleOptimizer
 from tests.adapters.keras_loops import BACKEND, assert_same, value_of, values_of
+from tests.sweeping import IS_SWEEP
 
 PAGE = (Path(__file__).parents[2] / "docs/keras-and-tensorflow.md").read_text(encoding="utf-8")
 DATA = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
 BAD = np.full((8, 3), np.inf, np.float32)
-# `torch.compile` takes a minute for the train step of Keras; `test_keras_last_loss.py` compiles a step without it.
-WAYS = {"tensorflow": ["jit_compile", "plain"], "jax": ["jit_compile", "eight devices"], "torch": ["plain"]}
+# On PyTorch, to compile the train step of Keras takes a minute; `test_keras_last_loss.py` compiles `apply` alone.
+WAYS = {"tensorflow": ["jit_compile", "plain"], "jax": ["jit_compile", "eight devices"]}
+WAYS["torch"] = ["plain", "jit_compile"] if IS_SWEEP else ["plain"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +41,7 @@ def _model(*layers, optimizer, model_class=keras.Sequential, **settings):
     return model
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of TorchInductor
 @pytest.mark.parametrize("way", WAYS[BACKEND])
 def test_fit_in_float16_skips_bad_batches(way, caplog):
     """In `fit` in float16, a bad batch changes only the state, also if it is bad on one of eight devices."""

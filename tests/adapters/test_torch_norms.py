@@ -171,7 +171,7 @@ def _require_same_on_ranks():
 
 def _compare(rank, world_size):
     layouts, grid = _layouts()
-    for make, by, way, fused in every(5, layouts.values(), (1.0, 1e30), CLIPS, (False, True)):
+    for make, by, fused, way in every(5, layouts.values(), (1.0, 1e30), (False, True), CLIPS):
         whole = [_whole(param.grad) for param in make(by=by)]
         _require_norm(partial(make, by=by), whole, way, fused)
     if HAS_FSDP2_ON_CPU:
@@ -201,7 +201,7 @@ def _shard_experts(grid):
 def _use_elsewhere(layouts):
     """Take the other steps: with a guard, by a guarded optimizer, with several optimizers, or with another scaler."""
     names, others = ("three meshes", "hsdp", "beside plain tensors"), WAYS.keys() - CLIPS.keys()
-    for name, by, fused, way in every(5, names, (1.0, 1e30), (False, True), sorted(others)):
+    for name, by, fused, way in every(7, names, (1.0, 1e30), (False, True), sorted(others)):
         whole = [_whole(param.grad) for param in layouts[name](by=by)]
         settings = {"process_group": dist.group.WORLD} if by == 1.0 else {}
         _require_norm(partial(layouts[name], by=by), whole, way, fused, **settings)

@@ -1,4 +1,4 @@
-"""The list of checks: each rule with each way of running and, if it may matter, each dtype or scenario."""
+"""The list of checks: each rule with each way of running; the first way has all dtypes and scenarios, others half."""
 
 import dataclasses
 import functools
@@ -79,7 +79,7 @@ def checks(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) -
             your own.
 
     Returns:
-        The checks; `str(check)` is the name of a check.
+        The checks, all of them if LOSSSCALE_SWEEP is set; `str(check)` is the name of a check.
     """
     return [
         *_interface_checks(adapter),
@@ -89,12 +89,8 @@ def checks(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) -
 
 def _interface_checks(adapter: Adapter) -> Iterator[Check]:
     for verb, parameters in VERBS.items():
-        yield Check(
-            "the_verbs_have_one_signature",
-            verb,
-            adapter,
-            functools.partial(_signature, adapter.verbs, verb, parameters),
-        )
+        run = functools.partial(_signature, adapter.verbs, verb, parameters)
+        yield Check("the_verbs_have_one_signature", verb, adapter, run)
     eager = Trial(adapter, Way("eager"))
     for rule in (_steps.states_are_placed, _steps.a_host_flag_picks_a_side):
         yield Check(rule.__name__, "", adapter, functools.partial(rule, eager))
@@ -105,19 +101,19 @@ def _checks_of(adapter: Adapter, number: int, scenarios: Mapping[str, Scenario])
     trial = Trial(adapter, way)
     for rule in _RULES:
         yield Check(rule.__name__, way.name, adapter, functools.partial(rule, trial))
-    for rule_of_dtype in (*_RULES_OF_NUMBERS, *_RULES_OF_REAL_NUMBERS):
-        for dtype in _part(adapter.dtypes, number):
+    for turn, rule_of_dtype in enumerate((*_RULES_OF_NUMBERS, *_RULES_OF_REAL_NUMBERS), number):
+        for dtype in adapter.dtypes if number == 0 else _half(adapter.dtypes, turn):
             if "complex" not in dtype or rule_of_dtype in _RULES_OF_NUMBERS:
                 case = f"{way.name}, {dtype}"
                 yield Check(rule_of_dtype.__name__, case, adapter, functools.partial(rule_of_dtype, trial, dtype))
-    for name, scenario in _part([*scenarios.items()], number):
+    for name, scenario in scenarios.items() if number == 0 else _half([*scenarios.items()], number):
         run = functools.partial(_steps.states_are_the_hosts, trial, scenario)
         yield Check("states_are_the_hosts", f"{way.name}, {name}", adapter, run)
 
 
-def _part(values: Sequence[Any], number: int) -> Sequence[Any]:
-    """Return all values for the first way; of four and more, each of the other ways has every second one in turn."""
-    return values[(number - 1) % 2 :: 2] if number > 0 and len(values) > 3 and not IS_SWEEP else values
+def _half(values: Sequence[Any], turn: int) -> Sequence[Any]:
+    """Return every second one of four and more values, by turns; in a sweep, return all."""
+    return values[turn % 2 :: 2] if len(values) > 3 and not IS_SWEEP else values
 
 
 _RULES = (
