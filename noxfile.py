@@ -1,6 +1,6 @@
 """Every check of the project, each in a virtual environment of its own.
 
-nox -j 3                             all of them, three at a time, as CI does
+nox -j 2                             all of them, two at a time, as CI does
 nox -s "tests(framework='numpy')"    the core's tests, without any framework
 nox -s "tests(framework='torch')"    one framework's
 nox -s "oldest(framework='torch')"   its oldest version; `newest`, `kaggle`, `colab` and `smoke` are others: nightly
@@ -22,7 +22,7 @@ nox.needs_version = ">=2026.10.20"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
-nox.options.allow_parallel = True  # with `-j 3` two sessions test while another one installs
+nox.options.allow_parallel = True  # with `-j 2` one session tests while another one installs
 # pip otherwise compiles every module of every framework, of which the tests import a small part.
 os.environ.setdefault("PIP_COMPILE", "0")
 # Containers often set this; then each of the many processes of the tests would compile what it imports once more.
