@@ -68,7 +68,6 @@ RIGHT = {
     "a fixed scale": FixedScaling(2.0**126),
     "a small interval": RULE,
     "without a dataclass": Changed(),
-    "of the docs": policy_of_the_docs(),
     "of the docs, at its bound": dataclasses.replace(policy_of_the_docs(), init_scale=1.0),
     "a negative field of its own": _balanced(),
     "large counts": DynamicScaling(growth_interval=2**31 - 1, hysteresis=2**31 - 1, cooldown=1000),
