@@ -21,7 +21,7 @@ few_examples = examples(20)
 def every(count, *factors):
     """Return every `count`-th combination of these factors, and all in a sweep.
 
-    A `count` with a divisor in common with their number would leave out some values always.
+    A `count` that shares a divisor with the number of combinations could always leave out the same values.
     """
     combinations = [*itertools.product(*factors)]
     assert math.gcd(count, len(combinations)) == 1

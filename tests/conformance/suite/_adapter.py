@@ -66,8 +66,8 @@ class Adapter:
     """An adapter, with the functions that make and read its arrays.
 
     `dtypes` lists the float and complex dtypes of the adapter, out of float16, bfloat16, float32, float64, complex64
-    and complex128. A check that may depend on the dtype runs with each of them in the first way, and
-    with half of four or more in each other way.
+    and complex128. A check that may depend on the dtype runs with each of them in the first way. If there are more than
+    three, it runs with half of them in each other way.
     """
 
     name: str

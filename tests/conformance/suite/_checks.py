@@ -71,7 +71,7 @@ def check(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) ->
 
 
 def checks(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) -> list[Check]:
-    """Return all checks of an adapter, each of which runs when it is called.
+    """Return the checks of an adapter, each of which runs when it is called.
 
     Args:
         adapter: The adapter to check.
@@ -79,7 +79,7 @@ def checks(adapter: Adapter, *, scenarios: Mapping[str, Scenario] = SCENARIOS) -
             your own.
 
     Returns:
-        The checks, all of them if LOSSSCALE_SWEEP is set; `str(check)` is the name of a check.
+        The checks; `str(check)` is the name of a check. With LOSSSCALE_SWEEP, each way has all dtypes and scenarios.
     """
     return [
         *_interface_checks(adapter),
@@ -102,18 +102,18 @@ def _checks_of(adapter: Adapter, number: int, scenarios: Mapping[str, Scenario])
     for rule in _RULES:
         yield Check(rule.__name__, way.name, adapter, functools.partial(rule, trial))
     for turn, rule_of_dtype in enumerate((*_RULES_OF_NUMBERS, *_RULES_OF_REAL_NUMBERS), number):
-        for dtype in adapter.dtypes if number == 0 else _half(adapter.dtypes, turn):
+        for dtype in _part(adapter.dtypes, number, turn):
             if "complex" not in dtype or rule_of_dtype in _RULES_OF_NUMBERS:
                 case = f"{way.name}, {dtype}"
                 yield Check(rule_of_dtype.__name__, case, adapter, functools.partial(rule_of_dtype, trial, dtype))
-    for name, scenario in scenarios.items() if number == 0 else _half([*scenarios.items()], number):
+    for name, scenario in _part([*scenarios.items()], number, number):
         run = functools.partial(_steps.states_are_the_hosts, trial, scenario)
         yield Check("states_are_the_hosts", f"{way.name}, {name}", adapter, run)
 
 
-def _half(values: Sequence[Any], turn: int) -> Sequence[Any]:
-    """Return every second one of four and more values, by turns; in a sweep, return all."""
-    return values[turn % 2 :: 2] if len(values) > 3 and not IS_SWEEP else values
+def _part(values: Sequence[Any], number: int, turn: int) -> Sequence[Any]:
+    """Return all values for the first way and in a sweep; otherwise, of more than three values, one half in turn."""
+    return values if number == 0 or len(values) < 4 or IS_SWEEP else values[turn % 2 :: 2]
 
 
 _RULES = (
